@@ -37,6 +37,7 @@ PARTS = {
                         prints=True),
     "schedules": Part(SPEED, "training.schedules:schedules", "the train step by each schedule of XLA", prints=True),
     "optimizer": Part(SPEED, "training.ratios:optimizer", "Muon relative to AdamW"),
+    "adapters": Part(SPEED, "training.ratios:adapters", "DoRA relative to LoRA: step time and memory"),
     "recompute": Part(SPEED, "training.ratios:recompute", "each recomputation setting: step time and memory"),
     "recipes": Part(SPEED, "training.recipes:recipes", "losses by recipe of precision.matmul"),
     "freed_memory": Part(SPEED, "training.freed_memory:freed_memory", "CPU steps that keep the memory they free"),

@@ -69,6 +69,23 @@ def update_of(run: Run) -> Callable[[], Any]:
     return partial(jax.jit(partial(program.optimizer.update, rates=rates)), params, state, params)
 
 
+def adapters(*, config: str = "quickstart.py", rank: int = 16, rounds: int = 8, steps: int = 3) -> dict[str, Any]:
+    """Cost of DoRA relative to LoRA, on all matrices of a small model: step time and temporary memory."""
+    lora = f"model.lora={{rank: {rank}, alpha: {2 * rank}, decomposed: "
+    words = {"LoRA": "false}", "DoRA": "true}"}
+    runs = {name: setup(load(config, lora + word, "parallel.data=1")) for name, word in words.items()}
+    with ExitStack() as stack:
+        for run in runs.values():
+            stack.callback(run.close)
+        on_mesh(stack, runs["LoRA"])
+        batches = {name: next(run.batches)[0] for name, run in runs.items()}
+        memory = {name: kept_memory(run, batches[name])["temporary_mib"] for name, run in runs.items()}
+        seconds = alternate({n: partial(step_seconds, run, batches[n], steps) for n, run in runs.items()}, rounds)
+    device = jax.devices()[0].device_kind
+    times = milliseconds(seconds) | ratios(seconds, "DoRA", "LoRA")
+    return {"config": config, "rank": rank, "device": device, "temporary_mib": memory, "train_step": times}
+
+
 RECOMPUTE = {
     "none": ["recompute=none"],
     "norm": ["recompute=norm"],

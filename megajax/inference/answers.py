@@ -5,6 +5,7 @@ search, and `Embedding` delivers the vector of a prompt in place of an answer.
 """
 
 from collections import abc
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +24,10 @@ class ActiveRequest:
         sequences: the unfinished ones; empty when all answers were delivered.
         tokens: number of tokens generated so far, in all answers.
         faults: number of faults of this request.
+        experts: sequence -> its `Output.experts`.
     """
+
+    experts: Callable[[Sequence], Any] | None = None
 
     def __init__(self, request: Request, sequences: abc.Sequence[Sequence], scheduler: Scheduler):
         self.request, self.scheduler, self.tokens, self.faults = request, scheduler, 0, 0
@@ -137,6 +141,8 @@ class Answers(ActiveRequest):
 
     def _deliver(self, sequence: Sequence, output: Output) -> None:
         if output.finish is not None:
+            if self.experts is not None and output.finish in ("stop", "length"):
+                output = output._replace(experts=self.experts(sequence))
             self.free(sequence)
         scores = () if output.choice else self.take_prompt_scores()
         shared, admitted = self.take_start(sequence)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 from megajax.inference.engine import Engine
 from megajax.inference.request import Output, PromptImage, Request
@@ -15,12 +16,14 @@ def complete(
     show: Callable[[Output], None] = lambda output: None,
     interrupted: Callable[[], bool] = lambda: False,
     images: tuple[PromptImage, ...] = (),
+    *,
+    experts: bool = False,
 ) -> Iterator[list[Output]]:
     """Yield the answers to prompts in order, as soon as they and all earlier ones are complete.
 
     The engine runs on the caller's thread. requests: prompts and their settings, consumed as the engine has capacity.
     show: called with each output; interrupted: called before each step, True ends all answers at once; images: of each
-    prompt. Raises Refused.
+    prompt; experts: see `Request`. Raises Refused.
     """
     waiting, running, number, more = iter(requests), deque[tuple[str, list[Output]]](), 0, True
 
@@ -36,9 +39,8 @@ def complete(
                 prompt, sampling = following
                 name, answers = f"complete {number}", [Output(choice) for choice in range(sampling.n)]
                 collect = partial(deliver, answers)
-                engine.submit(
-                    Request(identifier=name, prompt=prompt, sampling=sampling, images=images, deliver=collect)
-                )
+                inputs: Any = {"prompt": prompt, "sampling": sampling, "images": images, "experts": experts}
+                engine.submit(Request(identifier=name, deliver=collect, **inputs))
                 running.append((name, answers))
                 number += 1
         if interrupted():

@@ -1,9 +1,13 @@
 """A model as the device of an engine: steps of the scheduler in, sampled tokens out."""
 
 from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
 from megajax.inference.embedder import Embedder
 from megajax.inference.programs import Dispatched, Programs
@@ -11,6 +15,9 @@ from megajax.inference.request import Sampled, Sequence, Step, TokenScore
 from megajax.inference.sampling.choose import Chosen
 from megajax.inference.sampling.chooser import TOP, PromptScorer, PromptScores, RowChooser, place, program_of
 from megajax.inference.step_arrays import Bucket, first_tokens
+from megajax.layers.decoding import Cache
+from megajax.mesh.named_shardings import replicated
+from megajax.models.answers.config import EXPERTS
 
 
 class ModelDevice:
@@ -32,10 +39,50 @@ class ModelDevice:
         self.drafts, self.prefix_sharing, self.window = programs.drafts, programs.prefix_sharing, programs.window
         self.snapshots = programs.size.snapshots
         self.memory, self.images = max(programs.text_lengths, default=0), programs.images
+        reader = ExpertReader(programs)
+        self.experts: Callable[[int, Sequence], Any] | None = reader if reader.names else None
 
     def start(self, work: abc.Sequence[Step | None]) -> "ModelStep":
         """Dispatch a step of each replica."""
         return ModelStep(self, work, self.programs.start(work))
+
+
+class ExpertReader:
+    """Reads the experts of a sequence's tokens from the cache, by one program; see `Device.experts`.
+
+    Attributes:
+        names: of the leaves of the cache with experts; empty if there are none.
+    """
+
+    def __init__(self, programs: Programs):
+        stack, loaded = programs.loaded.cfg.stack, programs.loaded
+        numbers = {EXPERTS.format(number): np.array(layers) for number, (_, layers) in enumerate(stack.stored())}
+        sizes = {leaf.name: leaf.shape[0] for leaf in programs.leaves if leaf.name in numbers}
+        shape = (programs.width * programs.size.block, stack.layers(), max(sizes.values(), default=0))
+        self._programs, self.names, layout = programs, tuple(sizes), loaded.layout
+
+        def local(leaves: Cache, replica: Array, blocks: Array) -> Array:
+            experts, axes = jnp.zeros(shape, jnp.int16), layout.sharded_axes("batch")
+            for name, leaf in leaves.items():
+                of_tokens = leaf[:, blocks].reshape(leaf.shape[0], shape[0], -1).swapaxes(0, 1)
+                experts = experts.at[:, numbers[name], : sizes[name]].set(of_tokens)
+            if not axes:
+                return experts
+            return jax.lax.psum(jnp.where(jax.lax.axis_index(axes) == replica, experts, 0), axes)
+
+        def read(leaves: Cache, replica: Array, blocks: Array) -> Array:
+            pools = dict.fromkeys(leaves, (None, "batch", None, None))
+            return layout.island(local, (pools, (), (None,)), (None,) * 3)(leaves, replica, blocks)
+
+        self._read = jax.jit(read, out_shardings=replicated(loaded.mesh), compiler_options=dict(loaded.options))
+
+    def __call__(self, replica: int, row: Sequence) -> Array:
+        programs, blocks = self._programs, np.zeros(self._programs.width, np.int32)
+        blocks[: len(row.blocks)] = row.blocks
+        with jax.set_mesh(programs.loaded.mesh):
+            experts = self._read({name: programs.cache[name] for name in self.names}, np.int32(replica), blocks)
+        experts.copy_to_host_async()
+        return experts
 
 
 class ModelStep:

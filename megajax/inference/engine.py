@@ -12,6 +12,7 @@ from collections import abc
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from threading import Lock
@@ -160,7 +161,9 @@ class Engine:
         # Equal prompts have equal hashes.
         for sequence in sequences[1:]:
             sequence.digests = list(sequences[0].digests)
-        self._active[number] = kind(request, sequences, self._detokenizer, scheduler)
+        active = self._active[number] = kind(request, sequences, self._detokenizer, scheduler)
+        if request.experts and self.device.experts is not None:
+            active.experts = partial(self.device.experts, self.schedulers.index(scheduler))
         self._open[request.identifier] = number
 
     def load_adapter(self, name: str, values: Any) -> None:

@@ -83,6 +83,8 @@ class Output(NamedTuple):
     problem: str = ""
     """With the finish "error": the setting of the request that is wrong, a space, and what is wrong; empty for a fault
     of the engine."""
+    experts: Any = None
+    """In the last output, if requested: an array [N, L, k] as `Device.experts` gives it."""
 
     def merge(self, following: "Output") -> "Output":
         """This output and the following one of the same answer as one output."""
@@ -97,6 +99,7 @@ class Output(NamedTuple):
             following.admitted if self.admitted is None else self.admitted,
             self.embedding + following.embedding,
             self.problem + following.problem,
+            following.experts,
         )
 
 
@@ -164,6 +167,8 @@ class Request:
     """Name of the adapter that changes the model, see `Engine.load_adapter`; None: the model itself."""
     priority: int = 0
     """Requests with a lower value are admitted first and preempted last; equal ones in order of arrival."""
+    experts: bool = False
+    """Whether `Output.experts` are delivered, by a model whose cache keeps them."""
     cache_salt: bytes = b""
     """Blocks of the cache are shared only between requests with the same one."""
 
@@ -432,6 +437,9 @@ class Device(Protocol):
     """The images that the model reads; None: text alone."""
     generates: bool
     """Whether it gives next tokens; otherwise embeddings alone."""
+    experts: Callable[[int, Sequence], Any] | None
+    """The number of a replica and a sequence that runs there -> int16 [N, L, k], as `megajax.layers.context.Context`
+    has them, of each token that was computed and further places; None: the cache has no experts."""
 
     def start(self, work: abc.Sequence[Step | None]) -> "StartedStep":
         """Start a step of each replica. A row's awaited token is the one that the previous step chose for its slot."""

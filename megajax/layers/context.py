@@ -31,6 +31,9 @@ class Context(NamedTuple):
     """int32 [B, S]: index in `memory` of the state that replaces the token at a position; -1: the token stays."""
     rotary: Array | None = None
     """int32 [B, S, A]: positions along several axes for RoPE, such as time, rows and columns; None: `positions`."""
+    experts: Array | None = None
+    """int16 [B, S, L, k]: 1 + the experts that steps of decoding chose for each token in each layer of the stack, which
+    the routers take. 0: the router chooses; None: routers choose for all tokens."""
     layer: Array | int | None = None
     """Number of the layer in its stack, int32 []; None outside stacks."""
     rows: Any = None

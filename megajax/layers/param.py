@@ -96,6 +96,8 @@ class LayerSettings:
     """Tokens of the longest text that the model takes; None: unknown."""
     padded: bool = False
     """Rows hold one text followed by padding with segment 0."""
+    replays_experts: bool = False
+    """Batches may have the experts of tokens, see `Context.experts`."""
     on_every_stage: bool = False
     """All pipeline stages run the layer on the same tokens (layers after the stack): each stage contributes a share of
     the gradients and observations that the layer makes itself."""

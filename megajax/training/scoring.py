@@ -29,7 +29,7 @@ SHORTEST = 64
 """Length of the shortest compiled row; others double it, up to the length of training."""
 MOST_TOKENS = 16384
 """Limit of the tokens of a batch on a device, unless a single row has more."""
-READ = ("tokens", "labels", "positions", "loss_mask", "segment_ids")
+READ = ("tokens", "labels", "positions", "loss_mask", "segment_ids", "experts")
 """Leaves of rows that the Scorer can fill."""
 
 
@@ -202,7 +202,8 @@ class Scorer:
         length = self.padded(max(len(leaves["tokens"]) for leaves in rows))
         total = self._rows(len(rows), length)
         names, schema = [name for name in READ if name in rows[0]], self.program.schema
-        batch = {name: np.zeros((total, length), schema[name].dtype) for name in names if name in schema}
+        inner = {name: schema[name].shape[1:] for name in names if name in schema}
+        batch = {name: np.zeros((total, length, *shape), schema[name].dtype) for name, shape in inner.items()}
         for name, leaf in batch.items():
             for number, leaves in enumerate(rows):
                 leaf[number, : len(leaves[name])] = leaves[name]

@@ -23,10 +23,10 @@ SCORED = ("tokens", "labels", "positions", "loss_mask", "segment_ids")
 FILE = "reference_weights.npz"
 
 
-def scores(scorer: Scorer, block: Block) -> np.ndarray:
-    """The log-probability of each label by the trainer, float32 [R, S]."""
+def scores(scorer: Scorer, block: Block, *more: str) -> np.ndarray:
+    """The log-probability of each label by the trainer, float32 [R, S]. more: leaves beside SCORED."""
     size, parts = scorer.rows_at_once(scorer.length), list[np.ndarray]()
-    rows = [{name: block[name][number] for name in SCORED} for number in range(len(block["tokens"]))]
+    rows = [{name: block[name][number] for name in (*SCORED, *more)} for number in range(len(block["tokens"]))]
     for first in range(0, len(rows), size):
         parts.append(scorer.scores(rows[first : first + size])[0])
     return np.concatenate(parts)
@@ -49,7 +49,7 @@ class Comparison:
         if not cfg.compare or not inside.any():
             return {}
         self._scorer.weights = weights
-        trainer = np.where(inside, scores(self._scorer, block), 0)
+        trainer = np.where(inside, scores(self._scorer, block, *{"experts"} & block.keys()), 0)
         self._scorer.weights = {}  # the next step takes the arrays
         difference = np.where(inside, trainer - block["old_log_p"], 0)
         sizes = np.abs(difference[inside])

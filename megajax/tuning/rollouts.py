@@ -149,6 +149,8 @@ class Rollouts:
         self._next: Future[Rollout] | None = None
         """With data.ahead, the rollout after the present one."""
         self._returned: float | None = None
+        leaf = parts.program.schema.get("experts")
+        self._experts = None if leaf is None else leaf.shape[1:]
 
     def _reward_model(self) -> RewardModel | None:
         cfg, load = self.cfg, self._parts.load_model
@@ -260,7 +262,8 @@ class Rollouts:
 
     def _rollout(self, groups: Sequence[Group], failures: Counter[str], *, prompts: int, seconds: float) -> Rollout:
         answers = self._with_advantages(self._chosen(groups))
-        block = rows_of(answers, slot=self.sizes.slot, length=self._parts.cfg.model.row_positions())
+        length = self._parts.cfg.model.row_positions()
+        block = rows_of(answers, slot=self.sizes.slot, length=length, experts=self._experts)
         tokens = sum(len(answer.tokens) for group in groups for answer in group.answers)
         metrics = self._metrics_of(groups, answers, failures)
         metrics |= {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / seconds}
@@ -304,7 +307,8 @@ class Rollouts:
             (line.tokens, Sampling(n=cfg.answers, seed=seed, logprobs=0, temperature=temperature, **filters))
             for line, seed in zip(lines, (seed_of(source.seed, number) for number in numbers), strict=True)
         ]
-        outputs = complete(self._engine, requests, show=lambda output: self._progress())
+        replays = self._experts is not None
+        outputs = complete(self._engine, requests, show=lambda output: self._progress(), experts=replays)
         answers = [[Answer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)]
         if self._model is not None:
             scores = iter(self._model([answer for group in answers for answer in group]))

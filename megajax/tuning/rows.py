@@ -10,7 +10,7 @@ import numpy as np
 from megajax.inference.request import Output
 
 type Block = dict[str, np.ndarray]
-"""Leaves [R, S] by name."""
+"""Leaves [R, S, ...] by name."""
 
 
 class Answer(NamedTuple):
@@ -28,17 +28,24 @@ class Answer(NamedTuple):
     """Whether it is part of the loss."""
     score: float = 0.0
     """Of the reward model."""
+    experts: np.ndarray | None = None
+    """int16 [N, L, k], as `Context.experts`, of all tokens but the last one; None if they are not kept."""
 
     @classmethod
     def of(cls, prompt: tuple[int, ...], output: Output) -> "Answer":
         """The answer in an output. One that the engine could not complete does not count."""
         log_p = tuple(score.drawn or 0.0 for score in output.scores)
         whole = output.finish in ("stop", "length") and len(log_p) == len(output.tokens) > 0
-        return cls(prompt, output.tokens, log_p, output.text, output.finish == "length", counts=whole)
+        size, experts = len(prompt) + len(output.tokens) - 1, output.experts
+        experts = None if experts is None else np.asarray(experts)[:size]
+        return cls(prompt, output.tokens, log_p, output.text, output.finish == "length", counts=whole, experts=experts)
 
 
-def rows_of(answers: Sequence[Answer], *, slot: int, length: int) -> Block:
-    """The rows of answers, in order, as many in each as there are slots of `slot` tokens in `length`."""
+def rows_of(answers: Sequence[Answer], *, slot: int, length: int, experts: tuple[int, int] | None = None) -> Block:
+    """The rows of answers, in order, as many in each as there are slots of `slot` tokens in `length`.
+
+    experts: layers and experts of a token, for rows with the leaf `experts`.
+    """
     slots = length // slot
     shape = (-(-len(answers) // slots), length)
     block: Block = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels", "answers")}
@@ -46,12 +53,16 @@ def rows_of(answers: Sequence[Answer], *, slot: int, length: int) -> Block:
     block["positions"] = np.broadcast_to(places % slot, shape).astype(np.int32)
     block["segment_ids"] = np.broadcast_to(places // slot, shape).astype(np.int32)
     block |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "advantage", "old_log_p", "reference")}
+    if experts is not None:
+        block["experts"] = np.zeros((*shape, *experts), np.int16)
     for number, answer in enumerate(answers):
         row, place = divmod(number, slots)
         text = np.array([*answer.prompt, *answer.tokens], np.int32)
         first, scored = place * slot, place * slot + len(answer.prompt) - 1
         block["tokens"][row, first : first + len(text) - 1] = text[:-1]
         block["labels"][row, first : first + len(text) - 1] = text[1:]
+        if experts is not None and answer.experts is not None:
+            block["experts"][row, first : first + len(text) - 1] = answer.experts
         if answer.counts:
             of_answer = row, slice(scored, scored + len(answer.tokens))
             block["loss_mask"][of_answer] = 1

@@ -20,6 +20,8 @@ from megajax.layers.moe.router import (
     balance,
     choose,
     load_measures,
+    replay,
+    replay_measures,
     report_measures,
     sinkhorn,
     sparse_mixer,
@@ -86,6 +88,33 @@ def test_one_expert_keeps_its_score_where_scores_need_not_sum_to_one():
 
 def test_all_experts_can_be_chosen():
     np.testing.assert_allclose(chosen_experts(RouterConfig(), k=EXPERTS), SOFTMAX, rtol=1e-5)
+
+
+def test_given_experts_have_the_weights_of_the_present_router():
+    """Tokens without any have the router's; gradients are those of the softmax over the given ones."""
+    draw = np.random.default_rng(1)
+    given = np.argsort(draw.normal(size=LOGITS.shape), -1)[:, :K]
+    given[3] = np.argsort(-LOGITS[3])[:K][::-1]
+    replayed, own = 1 + given, np.argsort(-LOGITS, -1)[:, :K]
+    replayed[:3] = 0
+    chosen = np.where(replayed > 0, given, own)
+    logits = np.take_along_axis(LOGITS, chosen, -1)
+    expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+    def loss(logits):
+        routing, numbers = replay(RouterConfig(), logits, jnp.asarray(replayed, jnp.int16), jnp.asarray(own))
+        return jnp.sum(routing.weights[:, 0]), (routing, numbers)
+
+    gradient, (routing, numbers) = jax.jit(jax.grad(loss, has_aux=True))(LOGITS)
+    np.testing.assert_array_equal(routing.experts, chosen)
+    np.testing.assert_allclose(routing.weights, expected, rtol=1e-5)
+    slope, wanted = expected[:, 0] * expected[:, 1], np.zeros_like(LOGITS)
+    np.put_along_axis(wanted, chosen, np.stack([slope, -slope], -1), -1)
+    np.testing.assert_allclose(gradient, wanted, atol=1e-6)
+    others = sum(e not in set(mine) for those, mine in zip(given[3:], own[3:], strict=True) for e in those)
+    assert numbers.tolist() == [K * (TOKENS - 3), others] and others > 9
+    (measure,) = replay_measures()
+    np.testing.assert_allclose(measure.of(np.array([numbers, [0, 0]])), [others / numbers[0], np.nan])
 
 
 def test_groups_are_chosen_first_by_the_sums_of_their_best_scores():

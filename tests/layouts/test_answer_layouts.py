@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_experts_train_alike import EXPERTS, moe
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, differentiate, llama, place, rows, start, within
 
 from megajax.batch import Batch
 from megajax.interop.stored.model_differences import differences
+from megajax.layers.moe.config import CapacityConfig, RouterConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.answers.config import (
@@ -29,6 +31,7 @@ DPO = DPOConfig(beta=0.3, label_smoothing=0.1, length_weight=0.5, sft_weight=0.2
 KTO = KTOConfig(beta=0.5, desirable_weight=1.5)
 GRPO = GRPOConfig(kl_weight=0.1, clip_high=0.28, entropy_weight=0.3)
 GSPO = GRPOConfig(ratio="sequence", average="tokens")
+REPLAY = GRPOConfig(router_replay="rollout")
 CISPO = GRPOConfig(loss="cispo", clip_high=1.5, average="length", length=3)
 
 
@@ -134,6 +137,47 @@ def test_layouts_have_the_losses_and_gradients_of_one_device(
         np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
 
 
+def replaying() -> AnswerDecoderConfig:
+    """Two layers with experts, two without."""
+    return with_objective(moe(RouterConfig(score="sigmoid", balance_rate=0.1), "ragged"), REPLAY)
+
+
+def with_experts(seed: int) -> Batch:
+    """Experts of some tokens, which differ from layer to layer."""
+    shape = replaying().schema()["experts"].shape
+    draw = np.random.default_rng(seed)
+    experts = 1 + np.argsort(draw.normal(size=(ROWS, *shape[:2], EXPERTS)), axis=-1)[..., : shape[2]]
+    given = draw.random((ROWS, shape[0], 1, 1)) < 0.8
+    return answers(seed) | {"experts": (experts * given).astype(np.int16)}
+
+
+def with_none(seed: int) -> Batch:
+    """All experts are the routers' choice."""
+    batch = with_experts(seed)
+    return batch | {"experts": np.zeros_like(batch["experts"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=2, expert=2, tensor=2, sequence=True),
+        ParallelConfig(pipeline=2, virtual_stages=2, data=2, expert=2),
+        ParallelConfig(data=1, context=2, context_strategy="ring", expert=2, data_sharding="fsdp"),
+    ],
+)
+def test_given_experts_are_those_of_the_same_tokens_on_all_layouts(parallel: ParallelConfig) -> None:
+    """Pipelines have them by the number of a layer, context groups by position; gradients reach the router."""
+    run = partial(differentiate, replaying(), microbatches=2, average="tokens")
+    expected, actual, free = run(ONE, draw=with_experts), run(parallel, draw=with_experts), run(ONE, draw=with_none)
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
+    assert abs(expected.loss - free.loss) > 1e-4 * abs(expected.loss)
+    for path, gradient in expected.gradients.items():
+        scale = np.abs(gradient).max()
+        assert scale > 0, path
+        np.testing.assert_allclose(actual.gradients[path], gradient, atol=2e-5 * scale, err_msg=path)
+
+
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [
@@ -144,6 +188,22 @@ def test_layouts_have_the_losses_and_gradients_of_one_device(
 def test_problems(changes: dict[str, float], setting: str) -> None:
     problems = replace(model(DPO), **changes).problems()
     assert [problem.setting for problem in problems] == [setting]
+
+
+@pytest.mark.parametrize(
+    ("routed", "setting"),
+    [
+        (RouterConfig(), None),
+        (RouterConfig(capacity=CapacityConfig(factor=1.5)), "stack.pattern.0.mlp.router.capacity"),
+        (RouterConfig(sinkhorn=True), "stack.pattern.0.mlp.router.sinkhorn"),
+        (RouterConfig(force_balance=True), "stack.pattern.0.mlp.router.force_balance"),
+        (None, "objective.router_replay"),
+    ],
+)
+def test_routers_whose_choice_cannot_be_given(routed: RouterConfig | None, setting: str | None) -> None:
+    model = with_objective(llama() if routed is None else moe(routed), REPLAY)
+    assert [problem.setting for problem in model.problems()] == [setting] * (setting is not None)
+    assert ("experts" in model.schema()) and (routed is None) == (len(model.cache_leaves(1)) == 2)
 
 
 def test_the_model_computes_the_same_as_without_the_objective() -> None:

@@ -1,5 +1,6 @@
 """Rollouts of two processes: the answers, rewards and updates of one process, whoever is killed or fails."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,28 @@ def reward(prompt, answer, row):
         time.sleep(60)
     return float("0" <= answer <= "9") - len(answer.encode()) / 100
 '''
+SAMPLING = """
+import os, signal, sys
+from megajax.inference.engine import Engine
+from megajax.train import main
+
+refit, step, steps = Engine.refit, Engine.step, []
+
+def second(engine, *arguments, **settings):
+    steps.append(0)
+    return refit(engine, *arguments, **settings)
+
+def dying(engine):
+    if steps and os.path.exists("kill_sampling") and os.environ.get("MEGAJAX_PROCESS_ID", "0") == "0":
+        if 0 < engine.requests < 8:
+            os.unlink("kill_sampling")
+            os.kill(os.getpid(), signal.SIGKILL)
+    return step(engine)
+
+Engine.refit, Engine.step = second, dying
+sys.exit(main(sys.argv[1:]))
+"""
+"""A run whose process 0 is killed while the answers of its second rollout are sampled, if that file is there."""
 SIZES = ("data.prompts=8", "data.answers=8", "data.passes=2", "batch.global_size=8", "batch.micro_size=2")
 SETTINGS = ("logging.report=false", "data.rewards=rewards.py:reward", "data.reward_weights=1", "data.reward_seconds=1")
 LAYOUT = ("parallel.data=2", "parallel.data_sharding=fsdp", "model.objective.kl_weight=0.1", "steps=8")
@@ -46,10 +69,10 @@ def trained(folder: Path) -> Iterator[Any]:
     (folder / "rewards.py").write_text(REWARDS)
     with gangs.started(folder) as start:
 
-        def train(name: str, processes: int, *settings: str) -> gangs.Started:
+        def train(name: str, processes: int, *settings: str, main: tuple[str, ...] = gangs.TRAIN) -> gangs.Started:
             words = [f"--{word}" for word in (*SIZES, *SETTINGS, *LAYOUT, f"run_dir={folder / name}", *settings)]
-            front = gangs.launcher("--max-restarts=5", "--backoff=0.1") if processes > 1 else ()
-            command = (*gangs.TRAIN, "--config=grpo.py:debug", f"--devices=cpu:{2 // processes}", *words)
+            front = gangs.launcher("--max-restarts=5", "--backoff=0.1", processes=processes)
+            command = (*main, "--config=grpo.py:debug", f"--devices=cpu:{2 // processes}", *words)
             program = start("env", f"--chdir={folder}", *front, *command, name=name)
             assert program.wait(500) == 0, program.text
             return program
@@ -86,6 +109,21 @@ def test_two_processes_have_the_numbers_of_one(tmp_path: Path) -> None:
         train("killed", 2, "checkpoint.every=1", inject)
         assert numbers(tmp_path / "killed") == two
         assert [event["process"] for event in events(tmp_path / "killed", "restart")] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_whose_first_process_is_killed_has_the_same_numbers(processes: int, tmp_path: Path) -> None:
+    """While answers are sampled, some of which are complete; and between two steps of that rollout."""
+    few = ("data.inference.rows=16", "checkpoint.every=1", "steps=7")
+    with trained(tmp_path) as train:
+        train("whole", processes, *few)
+        (tmp_path / "kill_sampling").touch()
+        inject = "resilience.inject=kill:step=7:process=0:attempt=2"
+        train("killed", processes, *few, inject, main=(sys.executable, "-c", SAMPLING))
+        assert not (tmp_path / "kill_sampling").exists()
+        assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+        assert [event["process"] for event in events(tmp_path / "killed", "restart")] == [0, 0]
 
 
 def test_processes_share_rewards_and_failures(tmp_path: Path) -> None:

@@ -43,11 +43,38 @@ def test_answers_have_slots_in_rows() -> None:
         assert leaf.dtype == block[name].dtype
 
 
+def test_experts_of_tokens_are_in_the_slots_of_their_answers() -> None:
+    """Prompts included; the last token of an answer is no input, and has none."""
+    experts = 1 + np.arange(24, dtype=np.int16).reshape(6, 2, 2)
+    first = Answer.of((1, 2), output(3, 4)._replace(experts=experts))
+    block = rows_of([first, Answer.of((5,), output(6))], slot=4, length=9, experts=(2, 2))
+    assert block["experts"].dtype == np.int16 and not block["experts"][:, 3:].any()
+    np.testing.assert_array_equal(block["experts"][0, :3], experts[:3])
+    np.testing.assert_array_equal(unpacked(packed(block))["experts"], block["experts"])
+
+
 def source(folder: Path, *lines: str, **changes: Any) -> Any:
     file = folder / "prompts.jsonl"
     file.write_text("\n".join(lines))
     cfg = replace(RolloutsConfig(paths=(str(file),), rewards=("f.py:f",), prompt_tokens=20), **changes)
     return cfg.build(tokenizer=ByteTokenizerConfig().build(), schema={}, rows=Rows(64), seed=3).train
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    """Prompts, functions and the reward model are compared on all processes, and where a run resumes."""
+    for name in ("run/checkpoints/00000002/manifest.json", "run/checkpoints/00000010/manifest.json", "hf/config.json",
+                 "hf/model.safetensors", "f.py"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def files(model: str) -> list[str]:
+        made = source(tmp_path, '{"prompt": "a"}', rewards=(f"{tmp_path}/f.py:f", "os:getcwd"), reward_model=model)
+        return [str(Path(file).relative_to(tmp_path)) for file in made.files()]
+
+    before = ["prompts.jsonl", "f.py"]
+    assert files(f"{tmp_path}/run") == [*before, "run/checkpoints/00000010/manifest.json"]
+    assert files(f"{tmp_path}/run/checkpoints/00000002") == [*before, "run/checkpoints/00000002/manifest.json"]
+    assert files(f"hf:{tmp_path}/hf") == [*before, "hf/config.json", "hf/model.safetensors"]
 
 
 def test_prompts_of_files_are_read_in_another_order_in_each_epoch(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ class EncoderDevice:
 
     top, drafts, prefix_sharing, window, snapshots, memory, images = 0, 0, False, None, 0, 0, None
     generates = False
+    experts: Any = None
 
     def __init__(self, programs: EncoderPrograms, vocabulary: int):
         """vocabulary: ids in use."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.layers.context import Context, fold_rows
-from megajax.layers.decoding import StepRows
+from megajax.layers.decoding import Cache, write
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.moe.dispatch import Dispatch, dispatched
 from megajax.layers.moe.experts import Experts
@@ -24,13 +24,15 @@ from megajax.layers.moe.router import (
     counts,
     load_measures,
     losses_of,
+    replay,
+    replay_measures,
     report_measures,
     setting_of_room,
     within_capacity,
 )
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, observation, param
 from megajax.mesh.layer_metrics import Measure
-from megajax.mesh.layer_observations import Observed, observe
+from megajax.mesh.layer_observations import Latest, Observed, observe
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import devices_along, manual_axes
 
@@ -91,6 +93,14 @@ class RouterReport:
         return report_measures(self.losses, self.setting)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayReport(Latest):
+    """Updater: the numbers of given choices of experts, and of those that the router would not make."""
+
+    def measures(self) -> tuple[Measure, ...]:
+        return replay_measures()
+
+
 class MixtureOfExperts(nnx.Module):
     """The weighted sum of the experts that a router chooses for each token, [B, S, D] -> [B, S, D]."""
 
@@ -119,10 +129,16 @@ class MixtureOfExperts(nnx.Module):
         updater = RouterReport(losses_of(cfg), setting_of_room(cfg))
         report = Observed(shape=(len(REPORTED),), axes=(None,), reduction="sum", updater=updater)
         self.report = observation(report)
+        if settings.replays_experts:
+            self.replayed = observation(Observed(shape=(2,), axes=(None,), reduction="sum", updater=ReplayReport()))
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        y = self.routed(x, ctx)
-        return y if self.cfg.shared is None else y + self.shared_output(self.cfg.shared, x, ctx)
+        return self.step(x, {}, ctx)[0]
+
+    def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The output, and the cache: its leaf `experts`, if there is one, has the experts of each token."""
+        y, cache = self.routed(x, cache, ctx)
+        return (y if self.cfg.shared is None else y + self.shared_output(self.cfg.shared, x, ctx)), cache
 
     def shared_output(self, cfg: SharedExpertConfig, x: Array, ctx: Context) -> Array:
         """Output of the shared expert."""
@@ -132,8 +148,8 @@ class MixtureOfExperts(nnx.Module):
             y = y * self.layout.act(jax.nn.sigmoid(gate).astype(y.dtype), "batch", "seq_residual", None)
         return y
 
-    def routed(self, x: Array, ctx: Context) -> Array:
-        """Output of the chosen experts."""
+    def routed(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """Output of the chosen experts, and the cache with them."""
         cfg, layout = self.cfg if ctx.rows is None else self.cfg.decoding(), self.layout
         tokens, router_input = x, self.jittered(x, ctx)
         if cfg.latent is not None:
@@ -141,21 +157,31 @@ class MixtureOfExperts(nnx.Module):
         weights = {"router": self.router[...], "load": self.load[...], "report": self.report[...]}
         if cfg.router.bias:
             weights["router_bias"] = self.router_bias[...]
+        replays = ctx.experts is not None and ctx.layer is not None
+        if replays:
+            weights["replayed"] = self.replayed[...]
         axes = {name: (None,) * w.ndim for name, w in weights.items()}
         if cfg.router.sparse_mixer is not None and ctx.row_keys is not None:
             weights["keys"], axes["keys"] = fold_rows(ctx.row_keys, CHOICE_PLACE), ("batch", None)
         tokens_axes = ("batch", "seq_residual", None)
-        step_axes = None if ctx.rows is None else ctx.rows.axes()
+        step: dict[str, Any] = {"rows": ctx.rows, "cache": cache}
+        pools = dict.fromkeys(cache, (None, "batch", None, None))
+        step_axes = {"rows": None if ctx.rows is None else ctx.rows.axes(), "cache": pools}
+        if replays:
+            of_layer = lax.dynamic_index_in_dim(ctx.experts, ctx.layer, 2, keepdims=False)
+            step["experts"], step_axes["experts"] = of_layer[..., : cfg.top_k], tokens_axes
         ins = tokens_axes, tokens_axes, ("seq_residual",), axes, self.experts.axes(), step_axes
-        island = layout.island(self.on_device(cfg, training=ctx.row_keys is not None), ins, tokens_axes)
-        y = island(tokens, router_input, ctx.index, weights, self.experts.weights(), ctx.rows)
+        island = layout.island(self.on_device(cfg, training=ctx.row_keys is not None), ins, (tokens_axes, pools))
+        y, cache = island(tokens, router_input, ctx.index, weights, self.experts.weights(), step)
         if cfg.latent is None:
-            return layout.act(y, *TOKENS)
-        return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
+            return layout.act(y, *TOKENS), cache
+        return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS), cache
 
-    def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., Array]:
-        """(tokens, input of the router, positions, arrays of the router, expert weights, rows of a decoding step or
-        None) -> outputs on a device."""
+    def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., tuple[Array, Cache]]:
+        """(tokens, input of the router, positions, arrays of the router, expert weights, what is given) -> outputs on a
+        device, and the cache of a decoding step.
+
+        What is given: `rows` of a decoding step or None, `cache`, and `experts` [B, S, k] as in `Context.experts`."""
         axes, sharding = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
         copies, facts = sharding.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
@@ -166,10 +192,12 @@ class MixtureOfExperts(nnx.Module):
             index: Array,
             arrays: Mapping[str, Array],
             experts: Mapping[str, Array],
-            step: StepRows | None,
-        ) -> Array:
+            given: Mapping[str, Any],
+        ) -> tuple[Array, Cache]:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
-            routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, training=training)
+            replayed, step = given.get("experts"), given["rows"]
+            routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, replayed, training=training)
+            cache = {name: write(leaf, routing.experts + 1, step) for name, leaf in given["cache"].items()}
             if step is not None:
                 # Padding goes to no expert: all of it would go to the same few, on the same devices.
                 routing = routing._replace(experts=jnp.where(step.real()[:, None], routing.experts, cfg.experts))
@@ -192,7 +220,7 @@ class MixtureOfExperts(nnx.Module):
             report = routed | {"dropped": routed["dropped"] + dropped / (sharding.ffn_shards() * stages)}
             observed = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
             y = observe(y, arrays["report"], observed)
-            return y.reshape(rows, -1, y.shape[-1])
+            return y.reshape(rows, -1, y.shape[-1]), cache
 
         return local
 
@@ -204,12 +232,14 @@ class MixtureOfExperts(nnx.Module):
         arrays: Mapping[str, Array],
         axes: TokenAxes,
         copies: int,
+        replayed: Array | None,
         *,
         training: bool,
     ) -> tuple[Routing, dict[str, Array]]:
         """Routing of the tokens of this device, and its report: parts of sums over all devices.
 
-        index: int32 [S], positions in the row; copies: number of devices that route the same tokens.
+        index: int32 [S], positions in the row; copies: number of devices that route the same tokens; replayed:
+        [B, S, k] as in `Context.experts`, or None.
         """
         rows, flat = x.shape[0], x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
@@ -228,6 +258,10 @@ class MixtureOfExperts(nnx.Module):
             draws = drawn(arrays["keys"], index, (cfg.top_k, cfg.experts + 1), 0, 1)
             draws = draws.reshape(-1, *draws.shape[2:])
         routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training, index=index, draws=draws)
+        if replayed is not None:
+            given = replayed.reshape(-1, cfg.top_k)
+            routing, numbers = replay(cfg.router, logits, given, routing.experts)
+            routing = routing._replace(weights=observe(routing.weights, arrays["replayed"], numbers / copies))
         tokens = counts(routing.experts, cfg.experts)
         if cfg.router.capacity is not None:
             routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes)

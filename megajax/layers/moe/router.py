@@ -125,6 +125,19 @@ def choose(
     return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, k), k))
 
 
+def replay(cfg: RouterConfig, logits: Array, replayed: Array, own: Array) -> tuple[Routing, Array]:
+    """The routing of tokens with these logits [T, E] to given experts, and the numbers of choices that were given, and
+    of those that the router would not make, float32 [2].
+
+    replayed: int [T, k], 1 + the experts; 0: those of `own` int32 [T, k], which the router chooses.
+    """
+    given, experts = replayed[:, :1] > 0, replayed.astype(jnp.int32) - 1
+    differs = given & jnp.all(experts[:, :, None] != own[:, None], axis=-1)
+    given_choices = jnp.broadcast_to(given, own.shape)
+    numbers = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (given_choices, differs)])
+    return _weighed(cfg, logits, jnp.where(given, experts, own)), numbers
+
+
 def _best(compared: Array, k: int) -> Array:
     return lax.top_k(lax.stop_gradient(compared), k)[1]
 
@@ -307,6 +320,15 @@ def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...
             fault="logits of the router",
         ),
     )
+
+
+def replay_measures() -> tuple[Measure, ...]:
+    """Metrics of the state [L, 2] of ReplayReport."""
+
+    def share(numbers: np.ndarray) -> np.ndarray:
+        return divided(numbers[:, 1], numbers[:, 0])
+
+    return (Measure(name="router_replay_differs", of=share),)
 
 
 def losses_of(cfg: MoEConfig) -> tuple[str, ...]:

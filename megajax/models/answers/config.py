@@ -1,5 +1,6 @@
 """Configs of losses of whole answers, and of decoders trained by one; imports neither jax nor flax."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, ClassVar, Literal, Protocol
@@ -7,13 +8,19 @@ from typing import Any, ClassVar, Literal, Protocol
 from megajax.batch import Leaf
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
+from megajax.layers.block.config import BlockConfig
+from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.checks import above_zero, below_one
+from megajax.layers.moe.config import MoEConfig
 from megajax.models.decoder.config import DecoderConfig
 
 PAIR_KINDS = 2
 """Answers of a pair: the chosen and the rejected one. The leaf `pairs` has 1 + 2 * pair + kind at their tokens."""
 JUDGED_KINDS = 3
 """A good answer, a bad one, and an answer to another prompt. The leaf `judged` has 1 + 3 * group + kind."""
+
+EXPERTS = "{}.mlp.experts"
+"""Name of the cache leaf with the experts of the layers of a block, by its number."""
 
 
 def token_leaf(dtype: str, length: int) -> Leaf:
@@ -225,6 +232,10 @@ class GRPOConfig(Builds):
     entropy_weight: float = 0.0
     """Weight of the mean entropy of answer tokens, which is subtracted from the loss: the model goes on exploring."""
 
+    router_replay: Literal["off", "rollout"] = "off"
+    """rollout: each token goes to the experts that the engine chose when it read it, in prompts too; the weights of the
+    experts are those of the present router, which gets gradients. off: routers choose again."""
+
     def problems(self) -> list[Problem]:
         problems = above_zero(clip_high=self.clip_high, temperature=self.temperature)
         problems += not_negative(kl_weight=self.kl_weight, entropy_weight=self.entropy_weight)
@@ -277,7 +288,45 @@ class AnswerDecoderConfig(DecoderConfig):
             problems.append(
                 Problem(f"{place}.mlp.router", message, "set its losses to 0; balance_rate balances without")
             )
-        return problems
+        return problems + self.replay_problems()
+
+    def replay_problems(self) -> list[Problem]:
+        """Why experts of rollouts can't be taken again."""
+        if not self.replays_experts():
+            return []
+        layers = mixtures(self.named_blocks())
+        if not layers:
+            return [Problem("objective.router_replay", "is rollout, and the model has no experts", "set it to off")]
+        message = "gives training other experts than the engine has, which objective.router_replay=rollout excludes"
+        return [
+            Problem(f"{place}.mlp.{name}", message, "leave it at its default")
+            for place, mlp in layers.items()
+            for name, used in (
+                ("router.sinkhorn", mlp.router.sinkhorn),
+                ("router.sparse_mixer", mlp.router.sparse_mixer is not None),
+                ("router.force_balance", mlp.router.force_balance),
+                ("router.capacity", mlp.router.capacity is not None),
+                ("dispatch.room", mlp.dispatch.room is not None),
+            )
+            if used
+        ]
+
+    def replays_experts(self) -> bool:
+        """Whether batches have the experts of tokens, and a cache keeps them."""
+        return getattr(self.objective, "router_replay", "off") == "rollout"
+
+    def expert_leaves(self) -> tuple[CacheLeaf, ...]:
+        """Leaves of the cache with the experts of tokens."""
+        stored = dict(enumerate(self.stack.stored()))
+        return tuple(
+            CacheLeaf(EXPERTS.format(number), (mlp.top_k,), (None,), dtype="int16", layers=len(stored[number][1]))
+            for number, mlp in mixtures({number: block for number, (block, _) in stored.items()}).items()
+        )
+
+    def cache_leaves(self, tensor: int, drafts: int = 0) -> tuple[CacheLeaf, ...]:
+        """Those of layers, and the experts of tokens where rollouts give them to training."""
+        leaves = DecoderConfig.cache_leaves(self, tensor, drafts)
+        return (*leaves, *self.expert_leaves()) if self.replays_experts() else leaves
 
     def first_loss(self) -> str:
         """That of the objective."""
@@ -291,7 +340,17 @@ class AnswerDecoderConfig(DecoderConfig):
 
     def schema(self) -> dict[str, Leaf]:
         """The leaves of text, and those of the objective."""
-        return {**DecoderConfig.schema(self), **self.objective.leaves(self.sequence_length)}
+        schema = {**DecoderConfig.schema(self), **self.objective.leaves(self.sequence_length)}
+        if self.replays_experts():
+            most = max((leaf.shape[0] for leaf in self.expert_leaves()), default=0)
+            shape = (self.sequence_length, self.stack.layers(), most)
+            schema["experts"] = Leaf("int16", shape, ("seq", None, None), optional=True)
+        return schema
+
+
+def mixtures[Key](blocks: Mapping[Key, BlockConfig]) -> dict[Key, MoEConfig]:
+    """The mixtures of experts among the feed-forward layers of blocks."""
+    return {key: block.mlp for key, block in blocks.items() if isinstance(block.mlp, MoEConfig)}
 
 
 def with_objective(model: DecoderConfig, objective: ObjectiveConfig) -> AnswerDecoderConfig:

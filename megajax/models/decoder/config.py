@@ -199,6 +199,10 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         """Tokens, labels, positions, and the documents of the tokens."""
         return text_schema(self.sequence_length, self.vocabulary_size)
 
+    def replays_experts(self) -> bool:
+        """Whether batches may have the experts of tokens, see `megajax.layers.context.Context`."""
+        return False
+
     def named_blocks(self) -> dict[str, BlockConfig]:
         """Setting -> block, for each block in the config."""
         blocks = TransformerConfig.named_blocks(self)

@@ -84,7 +84,7 @@ class DecoderLM(nnx.Module):
         if key is not None and self.cfg.has_dropout():
             row_keys = keys_of_rows(key, batch[SAMPLE])
         index = self.layout.row_index(batch["tokens"].shape[1])
-        return Context(batch["positions"], index, batch.get("segment_ids"), row_keys)
+        return Context(batch["positions"], index, batch.get("segment_ids"), row_keys, experts=batch.get("experts"))
 
     def hidden_states(self, tokens: Array, ctx: Context) -> Array:
         """tokens int32 [B, S] -> normalised output of the stack [B, S, D]."""
@@ -267,6 +267,7 @@ def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:
         output_std=output_std,
         length=cfg.sequence_length,
         padded=cfg.pads_rows(),
+        replays_experts=cfg.replays_experts(),
     )
     return settings if scaling is None else replace(settings, score_scale=scaling.score_scale)
 
