@@ -60,6 +60,7 @@ COLLECTIVES = {
         {"psum", "pmax", "all_gather"},
         "softmax and likeliest ids of a cut vocabulary, over the axes it is given",
     ),
+    "megajax.inference.device": ({"psum"}, "the experts of a row, which one replica has, in an island"),
     "megajax.mesh.sharded_product": ({"psum"}, "partial sums of products that the compiler can't partition"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
     "megajax.layers.moe.dispatch": (

@@ -178,10 +178,10 @@ class MixtureOfExperts(nnx.Module):
         return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS), cache
 
     def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., tuple[Array, Cache]]:
-        """(tokens, input of the router, positions, arrays of the router, expert weights, what is given) -> outputs on a
-        device, and the cache of a decoding step.
+        """(tokens, input of the router, positions, arrays of the router, expert weights, inputs of a step) -> outputs
+        on a device, and the cache of a decoding step.
 
-        What is given: `rows` of a decoding step or None, `cache`, and `experts` [B, S, k] as in `Context.experts`."""
+        Inputs of a step: its `rows` or None, its `cache`, and `experts` [B, S, k] as in `Context.experts`."""
         axes, sharding = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
         copies, facts = sharding.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
@@ -192,12 +192,12 @@ class MixtureOfExperts(nnx.Module):
             index: Array,
             arrays: Mapping[str, Array],
             experts: Mapping[str, Array],
-            given: Mapping[str, Any],
+            inputs: Mapping[str, Any],
         ) -> tuple[Array, Cache]:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
-            replayed, step = given.get("experts"), given["rows"]
+            replayed, step = inputs.get("experts"), inputs["rows"]
             routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, replayed, training=training)
-            cache = {name: write(leaf, routing.experts + 1, step) for name, leaf in given["cache"].items()}
+            cache = {name: write(leaf, routing.experts + 1, step) for name, leaf in inputs["cache"].items()}
             if step is not None:
                 # Padding goes to no expert: all of it would go to the same few, on the same devices.
                 routing = routing._replace(experts=jnp.where(step.real()[:, None], routing.experts, cfg.experts))
@@ -259,8 +259,8 @@ class MixtureOfExperts(nnx.Module):
             draws = draws.reshape(-1, *draws.shape[2:])
         routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training, index=index, draws=draws)
         if replayed is not None:
-            given = replayed.reshape(-1, cfg.top_k)
-            routing, numbers = replay(cfg.router, logits, given, routing.experts)
+            flat_experts = replayed.reshape(-1, cfg.top_k)
+            routing, numbers = replay(cfg.router, logits, flat_experts, routing.experts)
             routing = routing._replace(weights=observe(routing.weights, arrays["replayed"], numbers / copies))
         tokens = counts(routing.experts, cfg.experts)
         if cfg.router.capacity is not None:

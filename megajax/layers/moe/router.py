@@ -125,17 +125,16 @@ def choose(
     return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, k), k))
 
 
-def replay(cfg: RouterConfig, logits: Array, replayed: Array, own: Array) -> tuple[Routing, Array]:
-    """The routing of tokens with these logits [T, E] to given experts, and the numbers of choices that were given, and
-    of those that the router would not make, float32 [2].
+def replay(cfg: RouterConfig, logits: Array, replayed: Array, chosen: Array) -> tuple[Routing, Array]:
+    """The routing of tokens with these logits [T, E] to replayed experts, and the numbers of replayed choices, and of
+    those that the router would not make, float32 [2].
 
-    replayed: int [T, k], 1 + the experts; 0: those of `own` int32 [T, k], which the router chooses.
+    replayed: int [T, k], 1 + the experts; 0: those of `chosen` int32 [T, k], the router's choice.
     """
-    given, experts = replayed[:, :1] > 0, replayed.astype(jnp.int32) - 1
-    differs = given & jnp.all(experts[:, :, None] != own[:, None], axis=-1)
-    given_choices = jnp.broadcast_to(given, own.shape)
-    numbers = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (given_choices, differs)])
-    return _weighed(cfg, logits, jnp.where(given, experts, own)), numbers
+    is_replayed, experts = replayed[:, :1] > 0, replayed.astype(jnp.int32) - 1
+    differs = is_replayed & jnp.all(experts[:, :, None] != chosen[:, None], axis=-1)
+    numbers = [jnp.sum(x, dtype=jnp.float32) for x in (jnp.broadcast_to(is_replayed, chosen.shape), differs)]
+    return _weighed(cfg, logits, jnp.where(is_replayed, experts, chosen)), jnp.stack(numbers)
 
 
 def _best(compared: Array, k: int) -> Array:

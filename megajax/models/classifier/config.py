@@ -273,8 +273,8 @@ def scoring(model: Any) -> Any:
     head = getattr(model, "head", None)
     if not isinstance(head, ChoiceHeadConfig):
         return model
-    alone = RegressionHeadConfig(pooling=head.pooling, pooler=head.pooler, dropout=head.dropout, bias=head.bias)
-    return replace(model, head=alone)
+    score = RegressionHeadConfig(pooling=head.pooling, pooler=head.pooler, dropout=head.dropout, bias=head.bias)
+    return replace(model, head=score)
 
 
 def with_text_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:
