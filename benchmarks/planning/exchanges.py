@@ -36,8 +36,8 @@ class Program(NamedTuple):
 
     @property
     def name(self) -> str:
-        recompute = self.recompute if isinstance(self.recompute, str) else ",".join(self.recompute or ("none",))
-        return f"{self.model} {self.way}, {self.nodes} nodes, tensor {self.tensor}, {recompute}"
+        recompute = self.recompute if isinstance(self.recompute, str) else "+".join(self.recompute or ("none",))
+        return f"{self.model} {self.way} nodes={self.nodes} tensor={self.tensor} {recompute}"
 
 
 LIGHT = ("norm", "activation", "mlp")

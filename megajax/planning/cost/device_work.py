@@ -213,18 +213,18 @@ class Beside(NamedTuple):
 
 
 def beside_experts(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Beside:
-    """Of one block and microbatch. No other kernel waits for neither an exchange nor its rows."""
-    run, repeated, gradients = tower.run, 0.0, 0.0
+    """Of one block and microbatch. All other kernels wait for an exchange, or for rows that it brings."""
+    run, repeated, gradients, trained = tower.run, 0.0, 0.0, tower.trained(adapters=False) > 0
     for matmul in block.matmuls:
         forward, *others = products(run, [matmul], tower.tokens, policy)
         if _grouped(matmul):
-            gradients += others[-1].seconds(run)
+            gradients += others[-1].seconds(run) * trained
         elif recomputed(policy, matmul.result):
             repeated += forward.seconds(run)
     halves = Halves(Work(), Work())
     _attention(tower, block, policy, halves)
     repeated += halves.forward.attention_seconds * recomputed(policy, "core_attention")
-    rate = run.device.matmul_rate(run.compute) / run.system.overhead
+    rate = run.parallel.tensor * run.device.matmul_rate(run.compute) / run.system.overhead
     shared = sum(2 * tower.tokens * experts.shared / rate for experts in block.experts) * (run.sequence_shards == 1)
     copied = 2 * block.saved_bytes(policy, tower.share) * tower.differentiated * run.system.xla
     return Beside(shared + run.system.overhead * copied / run.device.memory_rate, repeated, gradients)
