@@ -50,7 +50,6 @@ PROGRAMS = (
     Program("mixtral", "gather", 2, 2, "full"),
     Program("deepseek_v3", "capacity", 1, 1, "selective"),
     Program("qwen3", "capacity", 2, 1, "full"),
-    Program("deepseek_v3", "gather", 2, 1, LIGHT),
 )
 
 
