@@ -18,6 +18,9 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1",
 )
+# Nobody reads where in the source an operation of a test's program came from: without it a file of layouts takes an
+# eighth less processor time to lower and compile.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Dozens of tests start processes: they and pytest itself keep the bytecode they make, whatever the machine's habit.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -157,6 +157,7 @@ def test_heads_draft_for_a_model_with_states() -> None:
     assert counts.preemptions_total > 0 and counts.drafted_tokens_total > 0
 
 
+@pytest.mark.slow
 def test_heads_sleep_with_their_model(device: ModelDevice) -> None:
     """And drafts for a request that began before are as good as those for a later one."""
     engine = Engine(device, drafter=FromStep, weights=ModelWeights(device.programs))
