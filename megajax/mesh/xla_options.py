@@ -146,7 +146,14 @@ SIDE_BY_SIDE = (
         "one collective of a microbatch at a time, beside the kernels of the other; with more, fewer are hidden",
     ),
 )
-"""Override those of GPU, with batch.side_by_side."""
+"""Override those of GPU, with batch.side_by_side and without a pipeline."""
+
+_APART = "keeps the collectives of a forward and of a backward separate: combined, they would wait for both"
+SIDE_BY_SIDE_IN_TICKS = (
+    Option("xla_gpu_all_gather_combine_threshold_bytes", 2**20, _APART),
+    Option("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**20, _APART),
+)
+"""In addition to GPU, with batch.side_by_side in a pipeline."""
 
 
 class Defaults(NamedTuple):
@@ -156,7 +163,9 @@ class Defaults(NamedTuple):
     fsdp: tuple[Option, ...] = ()
     """With data_sharding=fsdp and without a pipeline."""
     side_by_side: tuple[Option, ...] = ()
-    """With batch.side_by_side above 1."""
+    """With batch.side_by_side above 1, without a pipeline."""
+    in_ticks: tuple[Option, ...] = ()
+    """With batch.side_by_side above 1, in a pipeline."""
     fp8: tuple[Option, ...] = ()
     """With precision.matmul."""
     deterministic: tuple[Option, ...] = ()
@@ -169,7 +178,7 @@ class Defaults(NamedTuple):
     """For the program of the initial weights."""
 
 
-_ON_GPU = Defaults(GPU, FSDP, SIDE_BY_SIDE, FP8, DETERMINISTIC, INFERENCE, termination)
+_ON_GPU = Defaults(GPU, FSDP, SIDE_BY_SIDE, SIDE_BY_SIDE_IN_TICKS, FP8, DETERMINISTIC, INFERENCE, termination)
 
 _ON_CPU = Defaults(CPU, once=CPU_ONCE)
 

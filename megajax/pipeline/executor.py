@@ -18,7 +18,7 @@ of them, and a `lax.cond` skips them. Its predicate depends on the tick only, so
 B rows, S positions, D hidden; P stages, V chunks of each, L rows of stacked weights in a chunk, M microbatches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -96,20 +96,17 @@ class Carry(NamedTuple):
     sums: Sums
 
 
-def tick_loops(schedule: Schedule) -> list[TickLoop]:
-    """The phases of the schedule, split where losses begin and end."""
+def tick_loops(schedule: Schedule, more: Iterable[int] = ()) -> list[TickLoop]:
+    """The phases of the schedule, split where losses begin and end, and at `more` ticks."""
     losses = np.flatnonzero(schedule.head >= 0)
-    edges = {edge for phase in schedule.phases for edge in phase[:2]} | {int(losses[0]), int(losses[-1]) + 1}
+    edges = {edge for phase in schedule.phases for edge in phase[:2]} | {int(losses[0]), int(losses[-1]) + 1, *more}
     loops = []
     for start, stop in pairwise(sorted(edges)):
         phase = next(phase for phase in schedule.phases if phase.start <= start < phase.stop)
-        collectives = (
-            _which_collective(schedule, after(schedule.head)[start:stop]),
-            _which_collective(schedule, after(schedule.embed)[start:stop]),
-            _which_collective(schedule, before(schedule.embed_gradient)[start:stop]),
-        )
-        head = _which(schedule.head[start:stop])
-        loops.append(TickLoop(start, stop, phase.forward, phase.backward, head, *collectives))
+        moved = after(schedule.head), after(schedule.embed), before(schedule.embed_gradient)
+        collectives = (_which_collective(schedule, microbatches[start:stop]) for microbatches in moved)
+        kinds = phase.forward, phase.backward, _which(schedule.head[start:stop])
+        loops.append(TickLoop(start, stop, *kinds, *collectives))
     return loops
 
 
@@ -230,7 +227,7 @@ class Stage:
         tests check with NaN.
         """
         carry = self.start(zeros, fill)
-        for loop in tick_loops(self.schedule):
+        for loop in self.loops():
             if loop.head != "none" and self.loss_first:
                 output = self.stored_output(carry.outputs, jnp.int32(loop.start))
                 carry = carry._replace(ready=self.broadcast_from_last(output))
@@ -275,6 +272,10 @@ class Stage:
     def loss_first(self) -> bool:
         """Whether a tick starts with the loss of a stored output; otherwise it uses the output of the same tick."""
         return self.schedule.output_slots > 0
+
+    def loops(self) -> list[TickLoop]:
+        """All ticks, in order."""
+        return tick_loops(self.schedule)
 
     def start(self, zeros: tuple[Params, Params], fill: float) -> Carry:
         """The state before the first tick."""
@@ -325,9 +326,7 @@ class Stage:
             c = c._replace(ready=self.next_ready(loop, tick, c))
         if from_next is not None:  # in loops with a backward
             c = c._replace(shared=self.add_embedding_gradient(loop, tick, stage0_gradient, c))
-            dx, stacked, shared = self.backward(loop, tick, from_next, from_loss, c)
-            (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))
-            c = c._replace(x=x, ready=ready, dx=dx, stacked=stacked, shared=shared)
+            c = self.backward(loop, tick, from_next, from_loss, c)
         return c
 
     def enter(self, tick: Array, x: Array, embedded: Array) -> tuple[Array, Any, Array, Array]:
@@ -386,27 +385,31 @@ class Stage:
         sums, shared, dy = when_busy(ticks, loop.head, add_loss, carry)
         return c._replace(sums=sums, shared=shared), dy
 
-    def backward(
-        self, loop: TickLoop, tick: Array, from_next: Array, from_loss: Array | None, c: Carry
-    ) -> tuple[Array, Params, Params]:
-        """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
-        microbatch, chunk, slot = self.entry(self.schedule.backward, tick)
-        ctx, dy = self.section.context(self.rows(microbatch)), from_next
-        if from_loss is not None:
-            dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
+    def backward(self, loop: TickLoop, tick: Array, from_next: Array, from_loss: Array | None, c: Carry) -> Carry:
+        """The carry after the tick's backward."""
+        dy, ctx, chunk, slot = self.enter_backward(tick, from_next, from_loss)
 
-        common = {path: c.shared[path] for path in self.section.common(self.shared) if path in c.shared}
-        totals = dict(c.stacked), common
-
-        def run_layers(
-            chunk: Array | int, carry: tuple[Array, tuple[Params, Params]]
-        ) -> tuple[Array, tuple[Params, Params]]:
+        def run_layers(chunk: Array | int, carry: tuple[Array, Any]) -> tuple[Array, Any]:
             (dx,), totals = self.layers.backward(chunk, carry[:1], (ctx,), c.rings, (slot,), carry[1])
             return dx, totals
 
-        kind, chunk = self.schedule.backward, jnp.where(microbatch >= 0, chunk, -1)
-        dx, (stacked, common) = self.in_chunk(loop, kind, chunk, run_layers, (dy, totals))
-        return dx, stacked, {**c.shared, **common}
+        return self.leave(c, *self.in_chunk(loop, self.schedule.backward, chunk, run_layers, (dy, self.totals(c))))
+
+    def leave(self, c: Carry, dx: Array, totals: tuple[Params, Params]) -> Carry:
+        """The carry after a backward, which what was sent before it overlaps."""
+        (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))
+        return c._replace(x=x, ready=ready, dx=dx, stacked=totals[0], shared={**c.shared, **totals[1]})
+
+    def enter_backward(self, tick: Array, dy: Array, from_loss: Array | None) -> tuple[Array, Any, Array, Array]:
+        """(gradient of the output, context, chunk or -1, slot) of a backward; dy: from the next stage."""
+        microbatch, chunk, slot = self.entry(self.schedule.backward, tick)
+        if from_loss is not None:
+            dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
+        return dy, self.section.context(self.rows(microbatch)), jnp.where(microbatch >= 0, chunk, -1), slot
+
+    def totals(self, c: Carry) -> tuple[Params, Params]:
+        """The gradients that layers add to: of the stacked weights, and of those that every layer uses."""
+        return dict(c.stacked), {path: c.shared[path] for path in self.section.common(self.shared) if path in c.shared}
 
     def stage0_gradient(self, tick: Array, dx: Array) -> Array:
         """On all stages, the gradient that left stage 0 in the previous tick; zeros if none did."""

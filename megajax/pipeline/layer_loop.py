@@ -16,7 +16,7 @@ B rows, S positions, D hidden.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -106,6 +106,16 @@ class Turn(NamedTuple):
         return self.rows[place] + n * self.span.places[place].stride
 
 
+class Pass(NamedTuple):
+    """A microbatch that passes through layers, forwards or backwards."""
+
+    value: Array
+    """[B, S, D]: their input, or the gradient of their output."""
+    ctx: Any
+    slot: Array | int
+    """Where its residuals are in the rings."""
+
+
 @dataclass(frozen=True)
 class LayerLoop:
     """The rows of stacked weights on a device, and the loops over them."""
@@ -141,10 +151,8 @@ class LayerLoop:
                 xs, ring = carry
                 ys = []
                 for x, ctx, slot in zip(xs, ctxs, slots, strict=True):
-                    y, pullback = self._differentiated(turn, n, x, ctx)
-                    residuals = zip(ring, jax.tree.leaves(pullback), strict=True)
-                    ring = [put(a, value, slot, turn.kept_at + n) for a, value in residuals]
-                    ys.append(self._skip_padding(turn, n, y, x))
+                    y, ring = self._forward_step(turn, n, Pass(x, ctx, slot), ring)
+                    ys.append(y)
                 return tuple(ys), ring
 
             xs, rings[turn.span.ring] = self._loop(turn, step, (xs, rings[turn.span.ring]))
@@ -165,20 +173,46 @@ class LayerLoop:
         `without_padding`.
         """
         for turn in reversed(self.turns(chunk)):
-            ring = rings[turn.span.ring]
-            steps = [self._backward_step(turn, ring, slot, ctx) for slot, ctx in zip(slots, ctxs, strict=True)]
 
-            def step(finished: Array, carry: tuple, steps: Sequence[Callable] = steps) -> tuple:
-                dys, *sums = carry
-                dxs = []
-                for of_microbatch, dy in zip(steps, dys, strict=True):
-                    dx, *sums = of_microbatch(finished, (dy, *sums))
+            def step(finished: Array, carry: tuple, turn: Turn = turn) -> tuple:
+                dys, sums = carry
+                n, dxs = turn.count - 1 - finished, []
+                for dy, ctx, slot in zip(dys, ctxs, slots, strict=True):
+                    residuals = self._residuals_at(turn, n, rings[turn.span.ring], slot)
+                    dx, sums = self._backward_step(turn, n, Pass(dy, ctx, slot), residuals, sums)
                     dxs.append(dx)
-                return tuple(dxs), *sums
+                return tuple(dxs), sums
 
-            dys, stacked, common = self._loop(turn, step, (dys, *totals))
-            totals = stacked, common
+            dys, totals = self._loop(turn, step, (dys, totals))
         return dys, totals
+
+    def forward_and_backward(
+        self, forward: Pass, backward: Pass, rings: Rings, totals: tuple[Params, Params]
+    ) -> tuple[Array, Array, Rings, tuple[Params, Params]]:
+        """(output, gradient of the input, rings, totals) of a forward of one microbatch beside a backward of another.
+
+        One iteration computes a layer of each, so that either hides the collectives of the other. For one chunk with
+        one span of as many units on every stage. See `forward` and `backward`.
+        """
+        (turn,) = self.turns(0)
+
+        def step(finished: Array, carry: tuple) -> tuple:
+            x, dy, ring, sums = carry
+            n = turn.count - 1 - finished
+            # The compiler can't tell that the slots differ: without an order, it would copy the whole ring.
+            residuals, ring = lax.optimization_barrier((self._residuals_at(turn, n, ring, backward.slot), ring))
+            y, ring = self._forward_step(turn, finished, forward._replace(value=x), ring)
+            dx, sums = self._backward_step(turn, n, backward._replace(value=dy), residuals, sums)
+            return y, dx, ring, sums
+
+        carry = forward.value, backward.value, rings[turn.span.ring], totals
+        y, dx, ring, totals = self._loop(turn, step, carry)
+        return y, dx, [ring], totals
+
+    def part(self, begin: int, end: int | None = None) -> "LayerLoop":
+        """The loops over units [begin, end) of the only span; end: None for all others."""
+        (span,) = self.spans
+        return replace(self, spans=[span.part(begin, span.units if end is None else end)])
 
     def output(self, chunk: Array | int, x: Array, ctx: Any) -> Array:
         """Output of a chunk of this stage, without saving residuals."""
@@ -255,24 +289,29 @@ class LayerLoop:
         """A unit's output and its vjp, see `differentiated`."""
         return differentiated(turn.unit, *self._arguments(turn, n), x, ctx)
 
+    def _forward_step(self, turn: Turn, n: Array, of: Pass, ring: list[Array]) -> tuple[Array, list[Array]]:
+        """(output of unit n, ring with its residuals)."""
+        y, pullback = self._differentiated(turn, n, of.value, of.ctx)
+        residuals = zip(ring, jax.tree.leaves(pullback), strict=True)
+        ring = [put(a, value, of.slot, turn.kept_at + n) for a, value in residuals]
+        return self._skip_padding(turn, n, y, of.value), ring
+
+    def _residuals_at(self, turn: Turn, n: Array, ring: list[Array], slot: Array | int) -> list[Array]:
+        """The residuals of unit n."""
+        return [take(a, slot, turn.kept_at + n) for a in ring]
+
     def _backward_step(
-        self, turn: Turn, ring: list[Array], slot: Array | int, ctx: Any
-    ) -> Callable[[Array, tuple], tuple]:
-        """(number of finished units, (gradient of the output, totals)) -> the same after one more unit."""
-
-        def step(finished: Array, carry: tuple) -> tuple:
-            dy, stacked, common = carry
-            n = turn.count - 1 - finished
-            tree = jax.tree.structure(self._residuals(turn, dy, ctx))
-            pullback = jax.tree.unflatten(tree, [take(a, slot, turn.kept_at + n) for a in ring])
-            pullback.args_res[:3], pullback.args_res[4] = self._arguments(turn, n), ctx
-            gradients, of_common, _, dx, _ = pullback(dy)
-            if self.padded:
-                of_common = {path: jnp.where(self._is_layer(turn, n), g, 0) for path, g in of_common.items()}
-            stacked = self._added(turn, n, stacked, gradients)
-            return self._skip_padding(turn, n, dx, dy), stacked, add(common, of_common)
-
-        return step
+        self, turn: Turn, n: Array, of: Pass, residuals: list[Array], totals: tuple[Params, Params]
+    ) -> tuple[Array, tuple[Params, Params]]:
+        """(gradient of the input of unit n, totals with its gradients); residuals: its residuals."""
+        dy, (stacked, common) = of.value, totals
+        pullback = jax.tree.unflatten(jax.tree.structure(self._residuals(turn, dy, of.ctx)), residuals)
+        pullback.args_res[:3], pullback.args_res[4] = self._arguments(turn, n), of.ctx
+        gradients, of_common, _, dx, _ = pullback(dy)
+        if self.padded:
+            of_common = {path: jnp.where(self._is_layer(turn, n), g, 0) for path, g in of_common.items()}
+        stacked = self._added(turn, n, stacked, gradients)
+        return self._skip_padding(turn, n, dx, dy), (stacked, add(common, of_common))
 
     def _added(self, turn: Turn, n: Array, totals: Params, gradients: Params) -> Params:
         """Totals of the stacked weights with a unit's gradients; see `add`."""

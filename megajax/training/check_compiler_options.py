@@ -45,7 +45,8 @@ def default_options(cfg: RunConfig, platform: str) -> list[Option]:
     options = list(defaults.always)
     if cfg.parallel.data_sharding == "fsdp" and cfg.parallel.pipeline == 1:
         options += defaults.fsdp
-    options += defaults.side_by_side if cfg.batch.side_by_side > 1 else ()
+    if cfg.batch.side_by_side > 1:
+        options += defaults.side_by_side if cfg.parallel.pipeline == 1 else defaults.in_ticks
     options += defaults.fp8 if cfg.precision.matmul is not None else ()
     options += defaults.deterministic if cfg.xla.deterministic else ()
     if (watchdog := cfg.resilience.watchdog) is not None:

@@ -164,7 +164,8 @@ class BatchConfig(Builds):
     """Rows of a microbatch on each data-parallel device. The microbatches of a step run one after another."""
     side_by_side: int = 1
     """2: two microbatches at a time, each layer of both in one loop, so that one computes beside the collectives over
-    `tensor` of the other. Needs the memory of both."""
+    `tensor` of the other. Needs the memory of both. In a pipeline: the forward of one and the backward of another,
+    which it holds anyway."""
     loss_average: Literal["tokens", "microbatches"] = "tokens"
     """tokens: the mean over all counted tokens. microbatches: the mean over microbatches of their mean losses, as in
     Megatron-LM without --calculate-per-token-loss. The reported loss is the mean over tokens in both cases."""

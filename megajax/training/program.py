@@ -35,8 +35,10 @@ from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
+from megajax.pipeline.executor import Stage
 from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule, build
+from megajax.pipeline.side_by_side import SideBySide
 from megajax.precision.config import PrecisionConfig
 from megajax.precision.fp8 import capability_of
 from megajax.precision.loss_scale import LossScaler
@@ -220,7 +222,8 @@ class Program:
         if self.pipeline is None:
             parts = staged(self.abstract, self.arrays, self._reduction, key)
             return accumulate(moving, parts, self.mesh, self.cfg.batch.side_by_side)
-        return pipelined(moving, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
+        kind = SideBySide if self.cfg.batch.side_by_side > 1 else Stage
+        return pipelined(moving, self._chunks(key), self.mesh, self.schedule_of, self.partition, kind=kind, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:
         """The schedule of the stages in a step of `microbatches` microbatches."""

@@ -16,6 +16,8 @@ from megajax.data.configs import DataConfig
 from megajax.data.rows.config import RowsConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.layers.facts import Side
+from megajax.layers.recompute import Recomputing
+from megajax.layers.stack.config import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.context_parallelism import ContextSharding
 from megajax.mesh.xla_options import XlaConfig
@@ -276,23 +278,43 @@ def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _side_by_side(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Two microbatches at a time hide collectives over `tensor`, and need an even number of microbatches."""
+    """Two microbatches at a time hide collectives over `tensor`: two of a group, or two that meet in a pipeline."""
     parallel, batch, total = cfg.parallel, cfg.batch, _known_devices(cfg, devices)
     if batch.side_by_side == 1 or parallel.problems():
         return
     refusals = {
-        f"parallel.pipeline={parallel.pipeline} already computes beside its transfers": parallel.pipeline > 1,
         "parallel.tensor=1 has no collectives over tensor": parallel.tensor == 1,
         "parallel.data_sharding=fsdp would hold two microbatches and hide less": parallel.data_sharding == "fsdp",
         "the model has several sections": len(cfg.model.stacks()) > 1,
+        **(_refusals_in_ticks(cfg) if parallel.pipeline > 1 else {}),
     }
     reason = next((reason for reason, refused in refusals.items() if refused), None)
     if reason is None and total is not None and _has_sizes(cfg, total):
         counts = [size.microbatches for size in cfg.batch_sizes(cfg.parallel.replicas(total)).sizes()]
         odd = next((count for count in counts if count % batch.side_by_side), None)
-        reason = None if odd is None else f"a step has {odd} microbatches, not a multiple of {batch.side_by_side}"
+        if parallel.pipeline > 1 and min(counts) < 2 * parallel.pipeline:
+            reason = f"with {min(counts)} microbatches, no tick has two for each of {parallel.pipeline} stages"
+        elif parallel.pipeline == 1 and odd is not None:
+            reason = f"a step has {odd} microbatches, not a multiple of {batch.side_by_side}"
     if reason is not None:
         yield Problem("batch.side_by_side", f"can't be {batch.side_by_side}: {reason}", "set batch.side_by_side=1")
+
+
+def _refusals_in_ticks(cfg: RunConfig) -> dict[str, bool]:
+    """Reason -> whether it forbids a forward and a backward in one loop; see megajax.pipeline.side_by_side."""
+    parallel, stack, facts = cfg.parallel, cfg.model.stack, facts_of(cfg.model)
+    recomputing = Recomputing() if facts is None else facts.recomputing()
+    layers = stack.layers() // stack.cut_unit() // parallel.pipeline
+    return {
+        f"parallel.virtual_stages={parallel.virtual_stages} makes stages of several chunks": parallel.virtual_stages
+        > 1,
+        f"parallel.schedule={parallel.schedule} does all forwards first": parallel.schedule == "gpipe",
+        "parallel.loss_wait=0 makes a backward wait for the forward of its tick": parallel.loss_wait == 0,
+        "the layers are of several kinds": isinstance(stack, SegmentsConfig),
+        f"model.recompute_layers={recomputing.layers} makes layers of two kinds": recomputing.layers is not None,
+        "model.offload moves what one saves while the other reads": bool(recomputing.offload),
+        "a stage needs two layers or more": layers < 2,
+    }
 
 
 def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:

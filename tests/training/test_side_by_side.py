@@ -11,7 +11,7 @@ from tiny_runs import build_program, llama
 from megajax.compiled.gpus import GPUS
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla_options import SIDE_BY_SIDE
+from megajax.mesh.xla_options import SIDE_BY_SIDE, SIDE_BY_SIDE_IN_TICKS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
 from megajax.training.check_compiler_options import default_options
@@ -39,10 +39,19 @@ def test_groups_have_microbatches_that_follow_each_other() -> None:
 LAYOUT = ("parallel.tensor=2", "parallel.data=2", "batch.global_size=8", "batch.micro_size=1")
 
 
+DEEP = ("model.stack.repeats=4",)
+INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2", *DEEP)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (("parallel.pipeline=2",), "parallel.pipeline=2 already computes beside its transfers"),
+        (("parallel.pipeline=2", "parallel.loss_wait=0", *DEEP), "a backward wait for the forward of its tick"),
+        (("parallel.pipeline=2", "parallel.schedule=gpipe", *DEEP), "does all forwards first"),
+        (("parallel.pipeline=2", *INTERLEAVED), "parallel.virtual_stages=2 makes stages of several chunks"),
+        (("parallel.pipeline=2", "model.stack.repeats=3"), "a stage needs two layers or more"),
+        (("parallel.pipeline=2", "model.recompute_layers=2", *DEEP), "makes layers of two kinds"),
+        (("parallel.pipeline=2", "batch.global_size=4", *DEEP), "with 2 microbatches, no tick has two for each of 2"),
         (("parallel.tensor=1",), "parallel.tensor=1 has no collectives over tensor"),
         (("parallel.data_sharding=fsdp",), "parallel.data_sharding=fsdp would hold two microbatches"),
         (("batch.global_size=6",), "a step has 3 microbatches, not a multiple of 2"),
@@ -66,3 +75,6 @@ def test_options_and_memory() -> None:
     # Compiled, a second ring took 6.5 GiB more.
     assert plans[1].memory.peak_gib - plans[0].memory.peak_gib == pytest.approx(6.5, rel=0.12)
     assert plans[1].exposed_seconds < 0.5 * plans[0].exposed_seconds
+    pipeline = two.but(parallel=replace(two.parallel, pipeline=2))
+    names = [option.name for option in default_options(pipeline, "gpu") if option in SIDE_BY_SIDE_IN_TICKS]
+    assert not pipeline.problems(8) and len(names) == 2

@@ -74,6 +74,14 @@ class Span(NamedTuple):
     kept_at: PerChunk = 0
     """Index of the first unit in that buffer."""
 
+    def part(self, begin: int, end: int) -> "Span":
+        """Units [begin, end), where every chunk has as many units."""
+        places = tuple(place._replace(start=place.start + begin * place.stride) for place in self.places)
+        layer = None if self.layer is None else self.layer + begin * self.repeats * len(self.places)
+        size, kept_at = end - begin, self.kept_at + begin
+        unroll = max(1, min(self.unroll, size))
+        return self._replace(units=size, counts=size, unroll=unroll, places=places, layer=layer, kept_at=kept_at)
+
     def used(self, stacked: Iterable[str]) -> dict[str, tuple[str, int]]:
         """Path in a unit -> (path of the stacked weight, number of the place), of the weights that a unit uses."""
         paths = {}

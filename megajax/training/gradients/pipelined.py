@@ -16,27 +16,40 @@ type Schedules = Callable[[int], Schedule]
 """Number of microbatches -> the schedule of the stages; each number is compiled separately."""
 
 
-def _stage(
-    weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, in_step: Params, batch: Batch
-) -> Stage:
+def _stage[T: Stage](
+    kind: type[T],
+    weights: Weights,
+    schedule: Schedule,
+    partition: Partition,
+    parts: Staged,
+    in_step: Params,
+    batch: Batch,
+) -> T:
     (section,) = parts.sections
     stacked, shared = SplitWeights.of(in_step, [section.path])
     dtypes = SplitWeights.of(weights.gradient_dtypes(), [section.path]).stacked
     chunks, sharded = stacked[section.path], weights.sharded_over(AXIS)
-    return Stage(schedule, partition, parts, weights.layout, chunks, shared, sharded, dtypes[section.path], batch)
+    return kind(schedule, partition, parts, weights.layout, chunks, shared, sharded, dtypes[section.path], batch)
 
 
 def pipelined(
-    weights: Weights, parts: Staged, mesh: Mesh, schedules: Schedules, partition: Partition, *, fill: float = 0.0
+    weights: Weights,
+    parts: Staged,
+    mesh: Mesh,
+    schedules: Schedules,
+    partition: Partition,
+    *,
+    kind: type[Stage] = Stage,
+    fill: float = 0.0,
 ) -> GradFn:
     """A gradient function that runs a schedule; see megajax.pipeline.executor.
 
-    parts: divided into chunks; fill: initial value of buffers.
+    parts: divided into chunks; kind: what runs a tick; fill: initial value of buffers.
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
         in_step = weights.gather_all_for_step(params, scale)
-        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
+        stage = _stage(kind, weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
         (section,) = parts.sections
         zeros = SplitWeights.of(weights.zeros(in_step), [section.path])
         sums, stacked, shared = stage.gradients(scale, (zeros.stacked[section.path], zeros.shared), fill=fill)
@@ -57,7 +70,7 @@ def pipelined_sums(
 
     def local(params: Params, batch: Batch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
         in_step = weights.gather_all_for_step(params, scale)
-        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
+        stage = _stage(Stage, weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
         return over_replicas(stage.losses()[2])
 
     return weights.sums(local, mesh)
