@@ -1,20 +1,23 @@
 """Generate text: `python -m megajax.generate --run=RUN --prompt=TEXT`."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.command_line.replica_flags import REPLICA_FLAGS, replica_problems
 from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
-from megajax.inference.sampling_settings import sampling_flags, sampling_of
-from megajax.interop.origin import DRAFT_FLAGS, MODEL_FLAGS, draft_origin, generation_config, origin_of
+from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
+from megajax.interop.origin import DRAFT_FLAGS, MODEL_FLAGS, Origin, draft_origin, generation_config, origin_of
 from megajax.mesh.processes.identity import find_identity
+from megajax.mesh.processes.ray_pool import RayPool
+from megajax.mesh.processes.worker_pools import deferred_interrupts, in_order, parts_of
 from megajax.mesh.xla_options import set_process
 
 DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a key-value cache.
@@ -22,6 +25,7 @@ DESCRIPTION = """Generate text with the model of a run or of a Hugging Face fold
   python -m megajax.generate --run=runs/a --prompt='Once upon a time' --max-tokens=100
   python -m megajax.generate --hf=DIR --adapter=DIR --chat --temperature=0.7
   python -m megajax.generate --run=runs/a --prompts=FILE --output=answers.jsonl --temperature=0
+  python -m megajax.generate --run=runs/a --prompts=FILE --output=answers.jsonl --ray=auto --replicas=16
 
 The flags after --stats control sampling and the end of an answer. docs/generate.md describes the file formats."""
 
@@ -36,45 +40,120 @@ FLAGS = (
     Flag("chat", help="chat with the model, using its chat template"),
     Flag("stats", help="print counts and speed at the end"),
     *sampling_flags(),
+    *REPLICA_FLAGS,
     *PROCESS_FLAGS,
 )  # fmt: skip
 
 
+class Asked(NamedTuple):
+    """What a command line asks for."""
+
+    flags: Mapping[str, Any]
+    config: GenerationConfig
+    sampling: Sampling
+    drafting: Origin | None
+    """Of the draft model."""
+    prompts: Sequence[Any] | None
+
+
 def main(argv: list[str]) -> int:
     """Parse the command line, then import jax, load the model and generate."""
-    command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
-    flags, config = command.flags, command.config
-    sampling, drafting = sampling_of(flags), draft_origin(flags, config.inference)
-    prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
+    asked = read(argv)
+    flags, config = asked.flags, asked.config
+    if flags["ray"] is not None:
+        answer_on_ray(argv, asked)
+        return 0
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
     equal = {
         name: flags[name] for name in ("run", "hf", "adapter", "draft_run", "draft_hf", "ignore", "prompts", "chat")
     }
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
-    # Do not compile for more rows than requests.
-    rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
-    config = replace(config, inference=replace(config.inference, rows=rows))
     # Compiled programs that the log does not record are deleted at the next start.
     with (
         resolve("megajax.inference.processes.group:Processes")() as processes,
         resolve("megajax.job.compile_log:CompileLog")(lambda message: None),
     ):
-        resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
-        loaded = resolve("megajax.interop.loading:load")(config, origin_of(flags))
-        draft = drafting and resolve("megajax.interop.draft_model:load_draft")(loaded, drafting)
-        engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=rows, draft=draft)
+        loaded, engine = open_engine(asked)
         if processes.first:
             processes.lead(engine.device)
-            session = resolve("megajax.inference.terminal:Session")(
-                engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
-            )
-            answer(session, flags, prompts, config.inference.image_fit)
+            answer(session_of(asked, loaded, engine), flags, asked.prompts, config.inference.image_fit)
         else:
             processes.follow(engine.device)
     processes.close()
     finish()
     return 0
+
+
+def read(argv: list[str]) -> Asked:
+    """The settings and prompts of a command line."""
+    command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
+    flags, config = command.flags, command.config
+    sampling, drafting = sampling_of(flags), draft_origin(flags, config.inference)
+    prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
+    # Do not compile for more rows than requests.
+    rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
+    config = replace(config, inference=replace(config.inference, rows=rows))
+    return Asked(flags, config, sampling, drafting, prompts)
+
+
+def open_engine(asked: Asked) -> tuple[Any, Any]:
+    """The loaded model and its engine, in each process."""
+    resolve("megajax.job.start.compile_cache:use_cache")(asked.config.xla)
+    loaded = resolve("megajax.interop.loading:load")(asked.config, origin_of(asked.flags))
+    draft = asked.drafting and resolve("megajax.interop.draft_model:load_draft")(loaded, asked.drafting)
+    rows = asked.config.inference.rows
+    return loaded, resolve("megajax.interop.loading:start_engine")(loaded, queue=rows, draft=draft)
+
+
+def session_of(asked: Asked, loaded: Any, engine: Any) -> Any:
+    """What answers prompts with a loaded model."""
+    session = resolve("megajax.inference.terminal:Session")
+    return session(engine, loaded.tokenizer, loaded.conversation, asked.sampling, loaded.where)
+
+
+def answer_on_ray(argv: list[str], asked: Asked) -> None:
+    """Let replicas on a Ray cluster answer parts of the prompts."""
+    flags, words = asked.flags, tuple(argv)
+    # As a script, this module has a name that means another one to the replicas.
+    find_keys, find_answers = (resolve(f"megajax.generate:{name}") for name in ("keys_of_prompts", "answers_of_part"))
+    progress = resolve("megajax.tasks.progress:Progress")(visible=flags["output"] is not None)
+    progress.start("prompts")
+    pool = RayPool(flags["ray"], flags["replicas"], flags["replica_gpus"])
+    with deferred_interrupts() as handle_pending, pool:
+        ((_, keys),) = in_order(pool, [(None, (find_keys, (words,)))], handle_pending)
+
+        def answers(first: int) -> Iterator[Any]:
+            parts = parts_of(first, len(keys), pool.workers, asked.config.inference.rows)
+            for _, part in in_order(pool, [(None, (find_answers, (words, *part))) for part in parts], handle_pending):
+                yield from part
+
+        show = resolve("megajax.inference.terminal:Screen")().write
+        write = resolve("megajax.inference.prompts:write_answers")
+        write(flags["output"], asked.sampling.n, keys, answers, show, progress)
+    progress.clear()
+
+
+@cache
+def replica(argv: tuple[str, ...]) -> tuple[Any, Any]:
+    """In a process of the cluster: the session of a command line and its requests."""
+    asked = read(list(argv))
+    set_process(asked.config.xla)
+    resolve("megajax.job.compile_log:CompileLog")(lambda message: None).__enter__()  # as long as the process lives
+    session = session_of(asked, *open_engine(asked))
+    return session, session.requests(asked.prompts)
+
+
+def keys_of_prompts(argv: tuple[str, ...]) -> list[str]:
+    """In a replica: as in `AnswerFile`. Raises UserError for a prompt that cannot be answered."""
+    session, requests = replica(argv)
+    return session.keys(requests)
+
+
+def answers_of_part(argv: tuple[str, ...], first: int, last: int) -> list[Any]:
+    """In a replica: the answers to the prompts from `first` to `last` - 1."""
+    session, requests = replica(argv)
+    return list(session.complete(requests[first:last]))
 
 
 def answer(session: Any, flags: Mapping[str, Any], prompts: Sequence[Any] | None, image_fit: str) -> None:
@@ -107,6 +186,11 @@ def base(flags: Mapping[str, Any]) -> Source:
     for name in ("logprobs", "prompt_logprobs") if flags["output"] is None else ():
         if getattr(sampling, name) is not None:
             problems.append(Problem(f"--{name.replace('_', '-')}", "is only written to files", "set --output as well"))
+    problems += replica_problems(flags)
+    if flags["ray"] is not None and flags["prompts"] is None:
+        problems.append(Problem("--ray", "spreads prompts of a file", "set --prompts=FILE, or remove --ray"))
+    if flags["ray"] is not None and flags["stats"]:
+        problems.append(Problem("--stats", "counts the steps of one engine, but --ray starts several"))
     if flags["chat"] and sampling.choices() > 1:
         problems.append(Problem("--chat", f"a turn has one answer, but {sampling.choices()} are requested"))
     if problems:

@@ -62,6 +62,9 @@ class ConfigError(UserError):
             text = f"{count} in {place}:\n" + "\n".join("  " + line for line in text.splitlines())
         super().__init__(text)
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...], str]]:
+        return type(self), (self.problems, self.place)  # raised in one process, caught in another
+
 
 def first_line(error: BaseException) -> str:
     """An error in one line, with its class unless it is a message for the user. Of several problems, the first."""

@@ -2,7 +2,7 @@
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -172,3 +172,25 @@ class AnswerFile:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
+
+
+def write_answers(
+    output: Path | None,
+    choices: int,
+    keys: Sequence[str],
+    answers: Callable[[int], Iterable[Sequence[Output]]],
+    show: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write the answers to all prompts: into a file, which may have the first of them, or show their texts.
+
+    choices, keys: as in `AnswerFile`; answers: those to each prompt from a number on. Raises UserError.
+    """
+    if output is None:
+        for outputs in answers(0):
+            show("".join(f"{answer.text}\n" for answer in outputs))
+        return
+    with AnswerFile(output, choices, keys) as file:
+        for outputs in answers(file.completed):
+            file.write(outputs)
+            progress(file.completed, len(keys))

@@ -4,7 +4,7 @@ import hashlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -17,13 +17,14 @@ from megajax.inference.completion import complete
 from megajax.inference.config import ImageFit
 from megajax.inference.engine import Engine
 from megajax.inference.images.reader import ImageReader
-from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode
+from megajax.inference.prompts import Prompt, demand_conversation, encode, write_answers
 from megajax.inference.request import Output, PromptImage, Refused, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
 
+type PromptAndSampling = tuple[tuple[int, ...], Sampling]
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends"
 MARKER = "<image>"
 """The place of an image in --prompt."""
@@ -125,6 +126,12 @@ class Session:
 
         progress: called with the number of completed prompts and the number of all prompts. Raises UserError.
         """
+        requests = self.requests(prompts)
+        answers = lambda first: self.complete(requests[first:])  # noqa: E731
+        write_answers(output, self._sampling.n, self.keys(requests), answers, self._screen.write, progress)
+
+    def requests(self, prompts: Sequence[Prompt]) -> list[PromptAndSampling]:
+        """The tokens of prompts and their settings. Raises UserError for a prompt that cannot be answered."""
         encoded = [encode(prompt, self._tokenizer, self._conversation, self._suffix) for prompt in prompts]
         chat = None if self._conversation is None else self.of_chat()
         requests = [
@@ -138,15 +145,16 @@ class Session:
                 )
             except Refused as refusal:
                 raise UserError(f"{prompt.where}: {refusal.message}") from None
-        if output is None:
-            for answers in complete(self._engine, requests, self._timed):
-                self._screen.write("".join(f"{answer.text}\n" for answer in answers))
-            return
-        keys = [self._key(*request) for request in requests]
-        with AnswerFile(output, self._sampling.n, keys) as file:
-            for answers in complete(self._engine, requests[file.completed :], self._timed):
-                file.write(answers)
-                progress(file.completed, len(requests))
+        return requests
+
+    def complete(self, requests: Sequence[PromptAndSampling]) -> Iterator[list[Output]]:
+        """The answers to requests, in order."""
+        return complete(self._engine, requests, self._timed)
+
+    def keys(self, requests: Sequence[PromptAndSampling]) -> list[str]:
+        """Digests of everything that the answers to requests depend on."""
+        texts = (repr((prompt, astuple(sampling), self._where)) for prompt, sampling in requests)
+        return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
     def chat(self, read_line: Callable[[str], str], *, live: bool) -> None:
         """Run a conversation. read_line: prints a prompt and returns a line, or raises EOFError; live: interactive."""
@@ -194,10 +202,6 @@ class Session:
         del output
         if self._first_seconds is None:
             self._first_seconds = time.monotonic() - self._started
-
-    def _key(self, prompt: tuple[int, ...], sampling: Sampling) -> str:
-        """Digest of everything that the answers to a prompt depend on."""
-        return hashlib.sha256(repr((prompt, astuple(sampling), self._where)).encode()).hexdigest()[:16]
 
 
 class Chat:

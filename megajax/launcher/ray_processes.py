@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from megajax.command_line.parser import front_door
 from megajax.launcher.gang import LINE_BYTES, Prepare, write_or_drop
-from megajax.mesh.processes.ray_cluster import connect_ray
+from megajax.mesh.processes.ray_cluster import WAIT_SECONDS, connect_ray, passed_variables, waiting_text
 from megajax.mesh.processes.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN
 
 READ_SECONDS = 1.0
@@ -28,10 +28,6 @@ LINES = 1000
 """Lines that one read returns at most."""
 GRACE_SECONDS = 10.0
 """From SIGTERM to SIGKILL after a failure."""
-WAIT_SECONDS = 10.0
-"""Interval of messages while machines or GPUs are missing."""
-PASSED = ("MEGAJAX_", "JAX_", "XLA_", "NCCL_", "HF_", "AWS_", "GOOGLE_", "PYTHON")
-"""Beginnings of the names of variables that processes get from the environment of the command."""
 LOST = 1
 """Exit code where a machine was lost with its process."""
 
@@ -135,11 +131,7 @@ class RayProcesses:
     def _wait(self, resources: Mapping[str, int], count: int) -> None:
         """Wait until the machines are there, with a message at times."""
         while not self._group.wait(WAIT_SECONDS):
-            have = {name: self._ray.available_resources().get(name, 0) for name in resources}
-            need, free = (
-                ", ".join(f"{number:g} {name}" for name, number in part.items()) for part in (resources, have)
-            )
-            _say(f"waiting for the cluster: {count} processes need {need} each; {free} are free")
+            _say(waiting_text(self._ray, resources, count))
 
     def run(self, command: Sequence[str], signals: "queue.SimpleQueue[int]") -> int:
         """Run the command as every process, print its output, and forward signals -> exit code of the first failure."""
@@ -147,7 +139,7 @@ class RayProcesses:
         coordinator = f"{self.places[0].address}:{ray.get(self._actors[0].free_port.remote())}"
         _say(f"{count} processes on {len({place.node for place in self.places})} machines, coordinator {coordinator}")
         common = {COORDINATOR: coordinator, COUNT: str(count), TOKEN: secrets.token_hex(8), "PYTHONUNBUFFERED": "1"}
-        common |= {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+        common |= passed_variables()
         starts = [
             actor.start.remote(command, common | self._numbers(index), os.getcwd())
             for index, actor in enumerate(self._actors)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -20,12 +21,16 @@ class RequestCache:
     """One file per model with one line per window: digest, log-probability, number of correct tokens.
 
     Lines truncated by an interruption are ignored. The first process reads and writes the file; all processes have its
-    content.
+    content. Replicas write a file for each part of their work, and read all of them.
     """
 
-    def __init__(self, folder: Path, key: str):
-        """key: identifies the weights and all settings of answers. Raises UserError for an unwritable folder."""
-        self.path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
+    def __init__(self, folder: Path, key: str, part: str = ""):
+        """key: identifies the weights and all settings of answers; part: the name of a part of the work.
+
+        Raises UserError for an unwritable folder.
+        """
+        self._digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.path = folder / (f"{self._digest}.{part}.jsonl" if part else f"{self._digest}.jsonl")
         self._first = jax.process_index() == 0
         self._answers: dict[str, Answer] = {}
         self._text = b""
@@ -43,10 +48,10 @@ class RequestCache:
         """Read the file and open it for more lines. Raises UserError."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._text = self.path.read_bytes() if self.path.exists() else b""
-            self._file = self.path.open("ab")
-            if self._text and not self._text.endswith(b"\n"):
+            self._file = self.path.open("a+b")
+            if (size := self._file.tell()) and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
                 self._file.write(b"\n")
+            self._text = b"\n".join(path.read_bytes() for path in sorted(folder.glob(f"{self._digest}*.jsonl")))
         except OSError as error:
             problem = f"{self.path}: cannot be written: {write_fault(error)}"
             raise UserError(f"{problem}. Set --output or --cache=false.") from error

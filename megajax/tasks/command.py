@@ -4,7 +4,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,7 +37,7 @@ from megajax.training.config import BatchConfig
 from megajax.training.program import Program
 from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
-from megajax.training.scoring import Figures, Scorer
+from megajax.training.scoring import Elsewhere, Figures, Scorer
 from megajax.training.session import build_tokenizer
 
 type Load = Callable[[Path, Program], tuple[Params, str]]
@@ -93,41 +93,71 @@ def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
     return tasks
 
 
+class Evaluator:
+    """A model on the present devices, and the tasks for it."""
+
+    def __init__(self, cfg: RunConfig, evaluation: Evaluation, load: Load, progress: Progress):
+        """Raises UserError."""
+        program, tokenizer = prepare(cfg, evaluation.rows)
+        with jax.set_mesh(program.mesh):
+            weights, self.origin = load(evaluation.source, program)
+        self._cfg, self._evaluation, self._progress = cfg, evaluation, progress
+        self._scorer = Scorer(program, tokenizer, weights, progress=progress, folder=evaluation.output)
+        self._tasks = {task.name: task.build(self._scorer) for task in evaluation.tasks}
+        key = lambda: cache_key(flatten(cfg), evaluation.source, self.origin, tokenizer.identity)  # noqa: E731
+        self._key = key() if evaluation.cache else None
+
+    def figures(self, names: Sequence[str] = (), part: str = "") -> dict[str, Figures]:
+        """The figures of all tasks, or of some, by name. part: of the work, in the cache."""
+        results = dict[str, Figures]()
+        with open_cache(self._evaluation.output / "evaluation_cache", self._key, part) as self._scorer.cache:
+            for name in names or self._tasks:
+                self._progress.start(name)
+                results[name] = self._tasks[name]()
+                self._progress.clear()
+        return results
+
+    def score(self, number: int, parts: int) -> None:
+        """Put a part of the answers into the cache. number: of the part, from 0."""
+        self._scorer.share = number, parts
+        for name in self._tasks:
+            with suppress(Elsewhere):
+                self.figures([name], f"{number}-of-{parts}")
+        self._scorer.share = None
+
+    def description(self) -> dict[str, Any]:
+        """The content of results.json except the results."""
+        return description(flatten(self._cfg), self._evaluation, self.origin, self._scorer.program)
+
+
 def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
     """Run the tasks, print a table, write results.json; returns the exit code. Raises UserError."""
     started, primary = time.monotonic(), jax.process_index() == 0
-    program, tokenizer = prepare(cfg, evaluation.rows)
-    with jax.set_mesh(program.mesh):
-        weights, origin = load(evaluation.source, program)
-    progress = Progress(visible=primary)
-    scorer = Scorer(program, tokenizer, weights, progress=progress, folder=evaluation.output)
-    tasks = {task.name: task.build(scorer) for task in evaluation.tasks}
-    results: dict[str, Figures] = {}
-    key = cache_key(flatten(cfg), evaluation.source, origin, tokenizer.identity) if evaluation.cache else None
-    with open_cache(evaluation.output / "evaluation_cache", key) as scorer.cache:
-        for name, task in tasks.items():
-            progress.start(name)
-            results[name] = task()
-            progress.clear()
-    if not primary:
-        return 0
-    show(results, f"{origin}, {program.mesh.size} devices, {duration(time.monotonic() - started)}")
-    path = RunFolder.create(evaluation.output).path / "results.json"
-    content = description(flatten(cfg), evaluation, origin, program)
-    content["results"] = {name: as_json(figures) for name, figures in results.items()}
-    write_atomically(path, to_json(content))
-    print(f"results: {path}")
+    evaluator = Evaluator(cfg, evaluation, load, Progress(visible=primary))
+    results = evaluator.figures()
+    if primary:
+        content = evaluator.description()
+        report(results, content, f"{content['devices']} devices, {duration(time.monotonic() - started)}", evaluation)
     return 0
 
 
+def report(results: Mapping[str, Figures], content: dict[str, Any], how: str, evaluation: Evaluation) -> None:
+    """Print a table of the results and write results.json. content: the rest of it; how: where and how long."""
+    show(results, f"{content['weights']}, {how}")
+    path = RunFolder.create(evaluation.output).path / "results.json"
+    content["results"] = {name: as_json(figures) for name, figures in results.items()}
+    write_atomically(path, to_json(content))
+    print(f"results: {path}")
+
+
 @contextmanager
-def open_cache(folder: Path, key: str | None) -> Generator[RequestCache | None]:
-    """The cache with answers of earlier attempts; None without a key."""
+def open_cache(folder: Path, key: str | None, part: str = "") -> Generator[RequestCache | None]:
+    """The cache with answers of earlier attempts; None without a key. part: as in `RequestCache`."""
     if key is None:
         yield None
         return
-    with RequestCache(folder, key) as cache:
-        if cache.loaded and jax.process_index() == 0:
+    with RequestCache(folder, key, part) as cache:
+        if cache.loaded and not part and jax.process_index() == 0:
             print(f"{cache.loaded:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
         yield cache
 

@@ -53,6 +53,7 @@ class Generation:
 
 def generate(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     """The greedy continuation of each text. Raises UserError if the new tokens leave no room for a prompt."""
+    scorer.demand_all()
     for text in texts:
         if not 0 < text.most < scorer.length:
             raise UserError(f"{text.most} tokens to generate: a row of the model has {scorer.length}, prompt included")

@@ -195,6 +195,7 @@ class Split:
 
     def __call__(self) -> Figures:
         scorer, sums, correct, counts = self._scorer, list[float](), list[float](), list[float]()
+        scorer.demand_all()
         batch_rows, total = scorer.rows_at_once(scorer.length), len(self._rows)
         for first in range(0, total, batch_rows):
             rows = [self._rows[number] for number in range(first, min(first + batch_rows, total))]

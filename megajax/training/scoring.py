@@ -6,7 +6,7 @@ own row: neither other windows of its batch nor the padding change its numbers.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -67,6 +67,10 @@ class Stopped(Exception):
     """An evaluation was stopped before its end."""
 
 
+class Elsewhere(Exception):
+    """The rest of a task is the work of other processes."""
+
+
 class Figure(NamedTuple):
     """A result of a task."""
 
@@ -96,7 +100,11 @@ class Scorer:
         stopping: called before each batch; True ends the evaluation with Stopped.
         progress: called after each batch with the numbers of finished and of all windows or rows.
         folder: for files that a task writes, for example predictions; None: no files.
+        share: (a number, n): `answers` scores each n-th batch from this number on, for the cache, then raises
+            Elsewhere; all else raises it at once. None: all batches.
     """
+
+    share: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -128,20 +136,31 @@ class Scorer:
         self._steps: dict[tuple[int, ...], Any] = {}
 
     def answers(self, windows: Sequence[Window]) -> list[Answer]:
-        """The answer of each window. Raises ValueError for a window longer than a row."""
+        """The answer of each window. Raises ValueError for a window longer than a row.
+
+        Batches do not depend on answers in the cache: with some of them, the others have the same bits.
+        """
         self._demand_rows(windows)
         answers = [None] * len(windows) if self.cache is None else self.cache.get(windows)
-        missing = [place for place, answer in enumerate(answers) if answer is None]
-        for places in self._batches([windows[place] for place in missing]):
-            batch = [windows[missing[place]] for place in places]
+        first, stride = self.share or (0, 1)
+        for places in islice(self._batches(windows), first, None, stride):
+            if None not in [answers[place] for place in places]:
+                continue
+            batch = [windows[place] for place in places]
             scores = self.scores([row(window) for window in batch])
             new = [answered(window, *pair) for window, *pair in zip(batch, *scores, strict=True)]
             if self.cache is not None:
                 self.cache.put(batch, new)
             for place, answer in zip(places, new, strict=True):
-                answers[missing[place]] = answer
+                answers[place] = answer
             self.progress(sum(answer is not None for answer in answers), len(windows))
+        self.demand_all()
         return [answer for answer in answers if answer is not None]
+
+    def demand_all(self) -> None:
+        """Raises Elsewhere if this has a share of the work alone."""
+        if self.share is not None:
+            raise Elsewhere
 
     def log_probabilities(self, windows: Sequence[Window]) -> list[np.ndarray]:
         """The log-probability of each counted token, float32 [counted]: those of an answer, given prompt and answer so
@@ -214,6 +233,7 @@ class Scorer:
 
         Raises Stopped.
         """
+        self.demand_all()
         schema = {name: leaf for name, leaf in self.program.schema.items() if name != SAMPLE}
         total, parts = self._rows(len(rows), self.length), list[dict[str, np.ndarray]]()
         for first in range(0, len(rows), total):

@@ -1,23 +1,32 @@
 """Processes on a Ray cluster: a real one, with three machines that are processes here, and one of them lost."""
 
+import json
+import operator
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gangs import CONFIG, free_port
 from run_folder import events
 from waiting import wait_until
 
-from megajax.config.errors import ConfigError, UserError
+from megajax import evaluate, generate
+from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.data.preprocessing.options import Preprocessing
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.text.indexed_dataset import index_path, tokens_path
 from megajax.launch import main
 from megajax.launcher.ray_processes import Place, RayProcesses, RemoteProcess
+from megajax.mesh.processes import ray_pool
+from megajax.mesh.processes.ray_pool import LostTooOften, RayPool
+from megajax.mesh.processes.worker_pools import in_order, parts_of
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 SETTINGS = {
@@ -96,6 +105,134 @@ def test_preprocessing_on_machines_of_which_one_is_lost_has_equal_bytes(tmp_path
     assert lost
     for path in (tokens_path, index_path):
         assert path(alone.output("text")).read_bytes() == path(far.output("text")).read_bytes()
+
+
+@pytest.mark.slow
+def test_replicas_of_which_one_is_lost_give_the_answers_and_figures_of_one_machine(tmp_path):
+    run, prompts, text = tmp_path / "run", tmp_path / "prompts.txt", tmp_path / "text.txt"
+    prompts.write_text("".join(f"def f{number}(x):\n" for number in range(300)))
+    text.write_text("".join(f"line {number} of a text\n" for number in range(8_000)))
+    questions = tmp_path / "questions.jsonl"
+    line = '{"context": "%d and", "choices": ["1", "two", "three"], "answer": 0}\n'
+    questions.write_text("".join(line % number for number in range(2_000)))
+    train = ["megajax.train", f"--config={CONFIG}", "--steps=2", f"--run_dir={run}"]
+    assert subprocess.run([sys.executable, "-m", *train], env=os.environ | SETTINGS).returncode == 0
+    sampling = ["--max-tokens=24", "--temperature=0.9", "--seed=5", "--n=2", "--logprobs=2", "--inference.rows=4"]
+    answer = ["megajax.generate", f"--run={run}", f"--prompts={prompts}", *sampling]
+    figure = ["megajax.evaluate", f"--run={run}", f"--tasks=text:{text},choices:{questions}", "--rows=2"]
+    outputs = {name: tmp_path / name for name in ("alone.jsonl", "far.jsonl", "alone", "far")}
+    for command, output in ((answer, "alone.jsonl"), (figure, "alone")):
+        alone = [sys.executable, "-m", *command, f"--output={outputs[output]}"]
+        assert subprocess.run(alone, env=os.environ | SETTINGS).returncode == 0
+    begun = {
+        "far.jsonl": lambda path: path.exists() and path.read_bytes().count(b"\n") > 100,
+        "far": lambda path: len(list(path.glob("evaluation_cache/*"))) > 3,
+    }
+    for command, output in ((answer, "far.jsonl"), (figure, "far")):
+        with cluster() as (address, replace), (tmp_path / f"{output}.log").open("w+") as log:
+            far = [sys.executable, "-m", *command, f"--output={outputs[output]}", f"--ray={address}"]
+            process = subprocess.Popen(far, stdout=log, stderr=subprocess.STDOUT, env=os.environ | SETTINGS)
+            assert wait_until(lambda: begun[output](outputs[output]) or process.poll() is not None, 300)  # noqa: B023
+            replace()
+            code = process.wait(300)
+            log.seek(0)
+            words = log.read()
+        assert code == 0, words
+        assert "which runs again" in words
+    assert outputs["alone.jsonl"].read_bytes() == outputs["far.jsonl"].read_bytes()
+    alone, far = (json.loads((outputs[name] / "results.json").read_text())["results"] for name in ("alone", "far"))
+    assert alone == far
+
+
+class FakeRay:
+    """Machines of a cluster as threads of this process: a call is lost with its machine as often as `losses` says."""
+
+    class exceptions:
+        RayActorError = type("RayActorError", (Exception,), {})
+        RayTaskError = type("RayTaskError", (Exception,), {})
+
+    def __init__(self, losses: int):
+        self.losses, self.killed = losses, 0
+
+    def nodes(self):
+        return [{"Alive": True}] * 3
+
+    def cluster_resources(self):
+        return {"CPU": 3.0}
+
+    def remote(self, **resources):
+        return lambda kind: SimpleNamespace(remote=lambda: self._actor(kind()))
+
+    def _actor(self, worker):
+        methods = {name: SimpleNamespace(remote=partial(partial, getattr(worker, name))) for name in ("ready", "call")}
+        return SimpleNamespace(**methods)
+
+    def wait(self, references, timeout):
+        return references, []
+
+    def get(self, reference):
+        if reference.args and reference.args[-1] == (7,) and self.losses:
+            self.losses -= 1
+            raise self.exceptions.RayActorError("The node of this actor died.")
+        try:
+            return reference()
+        except UserError as error:
+            failure = self.exceptions.RayTaskError()
+            failure.cause = error
+            raise failure from error
+
+    def kill(self, worker):
+        self.killed += 1
+
+    def shutdown(self):
+        pass
+
+
+def test_parts_of_lost_machines_run_again_and_results_are_in_order(monkeypatch, capsys):
+    ray = FakeRay(losses=2)
+    monkeypatch.setattr(ray_pool, "connect_ray", lambda address: ray)
+    parts = parts_of(3, 100, 3, least=2)
+    assert parts[0] == (3, 12) and parts[-1] == (93, 100) and len(parts) == 11
+    assert parts_of(0, 10, 3, least=8) == [(0, 4), (4, 8), (8, 10)] and parts_of(5, 5, 3, least=8) == []
+    with RayPool("auto", None) as pool:
+        assert pool.workers == 3
+        calls = [(number, (operator.neg, number)) for number in range(20)]
+        assert list(in_order(pool, calls, lambda: None)) == [(number, -number) for number in range(20)]
+    assert capsys.readouterr().err.count("part 7 of the work, which runs again") == 2 and ray.killed == 5
+    ray.losses = 4
+    with pytest.raises(LostTooOften, match="lost its process 4 times"), RayPool("auto", 2) as pool:
+        list(in_order(pool, calls, lambda: None))
+    with pytest.raises(ConfigError, match="refused"), RayPool("auto", 2) as pool:
+        pool.submit(refuse).result()
+    error = pickle.loads(pickle.dumps(ConfigError([Problem("steps", "refused")], "command line")))
+    assert str(error) == "1 problem in command line:\n  steps: refused"
+
+
+def refuse():
+    raise ConfigError([Problem("steps", "refused")], "command line")
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags", "word"),
+    [
+        (generate, ["--prompt=a", "--ray=auto"], "set --prompts=FILE, or remove --ray"),
+        (generate, ["--prompts=a", "--ray=auto", "--stats"], "--stats: counts the steps of one engine"),
+        (generate, ["--prompts=a", "--replicas=2"], "--replicas: has no meaning without --ray"),
+        (evaluate, ["--tasks=text:a", "--ray=auto", "--replicas=0"], "--replicas: must be at least 1, got 0"),
+        (evaluate, ["--tasks=text:a", "--ray=auto", "--cache=false"], "--cache: is false, but replicas exchange"),
+    ],
+)
+def test_flags_that_do_not_fit_replicas_are_refused(verb, flags, word):
+    with pytest.raises(ConfigError, match=word):
+        verb.main(["--run=runs/none", *flags])
+
+
+def test_replicas_of_a_launched_process_are_refused(monkeypatch):
+    monkeypatch.setenv("MEGAJAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("MEGAJAX_PROCESS_ID", "0")
+    monkeypatch.setenv("MEGAJAX_COORDINATOR", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match="--ray: is given to one of several processes"):
+        evaluate.main(["--run=runs/none", "--tasks=text:a", "--ray=auto"])
 
 
 def test_a_remote_process_gives_its_output_and_ends_by_signals(tmp_path):

@@ -27,7 +27,6 @@ from megajax.data.preprocessing.options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing.report import Counts, PreprocessResult
 from megajax.data.preprocessing.text_files import Chunk, TextFile, WholeFile, find_files, find_pairs
 from megajax.data.preprocessing.text_formats import TextFormat, format_of, partitions
-from megajax.data.preprocessing.worker_pools import LocalPool, RayPool, deferred_interrupts, in_order
 from megajax.data.text.indexed_dataset import (
     IndexedTokens,
     IndexedWriter,
@@ -37,6 +36,8 @@ from megajax.data.text.indexed_dataset import (
     tokens_path,
 )
 from megajax.data.text.split_sentences import split_sentences
+from megajax.mesh.processes.ray_pool import RayPool
+from megajax.mesh.processes.worker_pools import LocalPool, deferred_interrupts, in_order
 from megajax.storage.atomic_folders import delete_abandoned, hold
 from megajax.storage.reading import ReadError, is_transient
 from megajax.storage.write_errors import remedy, write_fault

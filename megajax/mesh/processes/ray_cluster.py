@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from megajax.mesh.processes.world import split_address
 
 CONNECT_SECONDS = 10.0
 """Limit of the first connection to an address."""
+WAIT_SECONDS = 10.0
+"""Interval of messages while machines or GPUs are missing."""
+PASSED = ("MEGAJAX_", "JAX_", "XLA_", "NCCL_", "HF_", "AWS_", "GOOGLE_", "PYTHON")
+"""Beginnings of the names of variables that processes get from the environment of the command."""
 
 
 def connect_ray(address: str) -> Any:
@@ -40,3 +45,16 @@ def connect_ray(address: str) -> Any:
             "--address=HOST:PORT on other machines), or give the address of its head"
         ) from error
     return ray
+
+
+def passed_variables() -> dict[str, str]:
+    """Environment variables for processes of the cluster. Ray shows those of a runtime environment, so they go with
+    calls: some are credentials."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+
+
+def waiting_text(ray: Any, resources: Mapping[str, int], count: int) -> str:
+    """What processes wait for that the cluster has no room for. resources: of each."""
+    have = {name: ray.available_resources().get(name, 0) for name in resources}
+    need, free = (", ".join(f"{number:g} {name}" for name, number in part.items()) for part in (resources, have))
+    return f"waiting for the cluster: {count} processes need {need} each; {free} are free"

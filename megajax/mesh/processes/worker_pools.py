@@ -1,5 +1,6 @@
-"""Pools of worker processes, on this machine or on a Ray cluster, and their results in order."""
+"""Pools of worker processes, and their results in order."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol, Self
 
 from megajax.config.errors import UserError
-from megajax.mesh.processes.ray_cluster import connect_ray
 
 _POLL_SECONDS = 0.1
 """Interval at which interrupts are handled while waiting for workers."""
@@ -66,6 +66,14 @@ def in_order(
         yield first()
 
 
+def parts_of(first: int, last: int, workers: int, least: int) -> list[tuple[int, int]]:
+    """Parts of range(first, last) as their first and last + 1: about four for each worker, so that a lost one costs
+    little, but of `least` items or more as long as each worker has a part."""
+    count = last - first
+    size = max(1, math.ceil(count / (4 * workers)), min(least, math.ceil(count / workers)))
+    return [(start, min(start + size, last)) for start in range(first, last, size)]
+
+
 class LocalPool:
     """Processes of this machine."""
 
@@ -98,44 +106,6 @@ class LocalPool:
             # The pool has ended the other workers with SIGTERM.
             codes = (process.exitcode for process in self._processes.values())
             raise WorkerDied(next((code for code in codes if code not in (0, None, -signal.SIGTERM)), None)) from error
-
-
-class RayPool:
-    """Processes of a Ray cluster, whose machines share the file system. Calls of a lost machine are repeated."""
-
-    def __init__(self, address: str, workers: int):
-        """workers: calls at once. Raises UserError without a cluster."""
-        self.workers, self._address = workers, address
-
-    def __enter__(self) -> Self:
-        self._ray = connect_ray(self._address)
-        self._call = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_call_in_folder)
-        return self
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return self._call.remote(os.getcwd(), function, *arguments).future()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Raises the error of a call as it was raised there, and WorkerDied if a machine or worker was lost too often.
-
-        Calls that are no longer needed end with the connection.
-        """
-        self._ray.shutdown()
-        if isinstance(error, self._ray.exceptions.RayTaskError):
-            raise error.cause from error
-        if isinstance(error, self._ray.exceptions.WorkerCrashedError):
-            raise WorkerDied(None) from error
-
-
-RETRIES = 3
-"""How often a call is repeated whose machine or process was lost."""
-
-
-def _call_in_folder(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function where the paths of its arguments begin."""
-    os.chdir(folder)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return function(*arguments)
 
 
 @contextmanager

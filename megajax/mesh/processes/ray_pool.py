@@ -1,0 +1,149 @@
+"""A pool of worker processes on a Ray cluster, whose machines share the file system."""
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple, Self
+
+from megajax.config.errors import UserError, first_line
+from megajax.mesh.processes.ray_cluster import WAIT_SECONDS, connect_ray, passed_variables, waiting_text
+
+RETRIES = 3
+"""How often a call is repeated whose machine or process was lost."""
+LAST_SECONDS = 10.0
+"""How long the threads of a pool have to end."""
+
+
+class LostTooOften(UserError):
+    """The machine or process of one call was lost again and again."""
+
+    code = 1
+
+
+class RayWorker:
+    """A process of the cluster; an actor."""
+
+    def ready(self) -> None:
+        """Returns once the process runs."""
+
+    def call(
+        self, variables: Mapping[str, str], folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Any:
+        """Call a function of a module, with these environment variables, where relative paths begin in this folder."""
+        os.environ.update(variables)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise UserError(f"{folder}: {error.strerror} on a machine of the cluster: they must share files") from error
+        return function(*arguments)
+
+
+class _Call(NamedTuple):
+    future: Future[Any]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    losses: int = 0
+
+
+class RayPool:
+    """Processes of a Ray cluster; each keeps what its calls have cached, such as a model.
+
+    A call whose process was lost is the next one of another process; a new process takes the place of the lost one as
+    soon as the cluster has room for it.
+    """
+
+    def __init__(self, address: str, workers: int | None, gpus: int = 0):
+        """workers: processes; None: as many as the cluster has GPUs for, and without GPUs one for each machine.
+
+        gpus: of each process, on a cluster with GPUs.
+        """
+        self._address, self._asked, self._gpus = address, workers, gpus
+        self._calls = queue.PriorityQueue[tuple[int, _Call | None]]()
+        self._count, self._running, self._closed = 0, 0, False
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Raises UserError without a cluster, and for a cluster with GPUs that are too few for one process."""
+        self._ray = connect_ray(self._address)
+        gpus = int(self._ray.cluster_resources().get("GPU", 0))
+        self._resources = {"CPU": 1, "GPU": self._gpus} if gpus and self._gpus else {"CPU": 1}
+        machines = sum(node["Alive"] for node in self._ray.nodes())
+        self.workers = self._asked or (gpus // self._gpus if "GPU" in self._resources else machines)
+        if not self.workers:
+            self._ray.shutdown()
+            raise UserError(f"--replica-gpus: must be at most {gpus}, the GPUs of the cluster, got {self._gpus}")
+        self._class = self._ray.remote(num_cpus=1, num_gpus=self._resources.get("GPU", 0))(RayWorker)
+        self._threads = [threading.Thread(target=self._serve, args=(n,), daemon=True) for n in range(self.workers)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a function of a module. Its future has the error that it raises, or LostTooOften."""
+        future = Future[Any]()
+        self._calls.put((self._count, _Call(future, function, arguments)))
+        self._count += 1
+        return future
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End all processes, with the calls that are no longer needed."""
+        self._closed = True
+        for number in range(self.workers):
+            self._calls.put((-1 - number, None))
+        for worker in self._processes:
+            self._ray.kill(worker)
+        for thread in self._threads:
+            thread.join(LAST_SECONDS)
+        self._ray.shutdown()
+
+    def _serve(self, number: int) -> None:
+        """Let one process after another answer calls, each until it is lost."""
+        while not self._closed:
+            worker = self._class.remote()
+            self._processes.append(worker)
+            with suppress(self._ray.exceptions.RayActorError):
+                self._await(worker, number)
+                while not self._closed:
+                    self._answer(worker, *self._calls.get())
+
+    def _await(self, worker: Any, number: int) -> None:
+        """Wait until a process runs, with a message at times if none does."""
+        ready = worker.ready.remote()
+        while not self._closed and not self._ray.wait([ready], timeout=WAIT_SECONDS)[0]:
+            if number == 0 and not self._running:
+                _say(waiting_text(self._ray, self._resources, self.workers))
+        if not self._closed:
+            self._ray.get(ready)
+            self._running += 1
+
+    def _answer(self, worker: Any, number: int, call: _Call | None) -> None:
+        """Raises RayActorError if the process was lost. call: None at the end of the pool."""
+        if call is None:
+            return
+        try:
+            answer = worker.call.remote(passed_variables(), os.getcwd(), call.function, call.arguments)
+            call.future.set_result(self._ray.get(answer))
+        except self._ray.exceptions.RayActorError as error:
+            self._running -= 1
+            if self._closed:
+                pass
+            elif call.losses == RETRIES:
+                text = f"--ray={self._address}: part {number} of the work lost its process {RETRIES + 1} times"
+                call.future.set_exception(LostTooOften(f"{text}: see the logs of Ray; is the memory sufficient?"))
+            else:
+                _say(f"a process was lost with part {number} of the work, which runs again ({first_line(error)})")
+                self._calls.put((number, call._replace(losses=call.losses + 1)))
+            raise
+        except self._ray.exceptions.RayTaskError as error:
+            call.future.set_exception(error.cause)
+        except Exception as error:  # of sending the call or its result
+            call.future.set_exception(error)
+
+
+def _say(text: str) -> None:
+    print(f"--ray: {text}", file=sys.stderr, flush=True)
