@@ -148,8 +148,8 @@ class FakeRay:
     """Machines of a cluster as threads of this process: a call is lost with its machine as often as `losses` says."""
 
     class exceptions:
-        RayActorError = type("RayActorError", (Exception,), {})
-        RayTaskError = type("RayTaskError", (Exception,), {})
+        RayError = type("RayError", (Exception,), {})
+        RayTaskError = type("RayTaskError", (RayError,), {})
 
     def __init__(self, losses: int):
         self.losses, self.killed = losses, 0
@@ -173,7 +173,7 @@ class FakeRay:
     def get(self, reference):
         if reference.args and reference.args[-1] == (7,) and self.losses:
             self.losses -= 1
-            raise self.exceptions.RayActorError("The node of this actor died.")
+            raise self.exceptions.RayError("The node of this actor died.")
         try:
             return reference()
         except UserError as error:

@@ -106,7 +106,7 @@ class RayPool:
         while not self._closed:
             worker = self._class.remote()
             self._processes.append(worker)
-            with suppress(self._ray.exceptions.RayActorError):
+            with suppress(self._ray.exceptions.RayError):
                 self._await(worker, number)
                 while not self._closed:
                     self._answer(worker, *self._calls.get())
@@ -118,17 +118,23 @@ class RayPool:
             if number == 0 and not self._running:
                 _say(waiting_text(self._ray, self._resources, self.workers))
         if not self._closed:
-            self._ray.get(ready)
+            try:
+                self._ray.get(ready)
+            except self._ray.exceptions.RayError as error:
+                _say(f"a process could not be started, another one will be ({first_line(error)})")
+                raise
             self._running += 1
 
     def _answer(self, worker: Any, number: int, call: _Call | None) -> None:
-        """Raises RayActorError if the process was lost. call: None at the end of the pool."""
+        """Raises RayError if the process was lost. call: None at the end of the pool."""
         if call is None:
             return
         try:
             answer = worker.call.remote(passed_variables(), os.getcwd(), call.function, call.arguments)
             call.future.set_result(self._ray.get(answer))
-        except self._ray.exceptions.RayActorError as error:
+        except self._ray.exceptions.RayTaskError as error:
+            call.future.set_exception(error.cause)
+        except self._ray.exceptions.RayError as error:  # its machine or process is gone, or killed for its memory
             self._running -= 1
             if self._closed:
                 pass
@@ -139,8 +145,6 @@ class RayPool:
                 _say(f"a process was lost with part {number} of the work, which runs again ({first_line(error)})")
                 self._calls.put((number, call._replace(losses=call.losses + 1)))
             raise
-        except self._ray.exceptions.RayTaskError as error:
-            call.future.set_exception(error.cause)
         except Exception as error:  # of sending the call or its result
             call.future.set_exception(error)
 
