@@ -115,7 +115,7 @@ def test_replicas_of_which_one_is_lost_give_the_answers_and_figures_of_one_machi
     questions = tmp_path / "questions.jsonl"
     line = '{"context": "%d and", "choices": ["1", "two", "three"], "answer": 0}\n'
     questions.write_text("".join(line % number for number in range(2_000)))
-    train = ["megajax.train", f"--config={CONFIG}", "--steps=2", f"--run_dir={run}"]
+    train = ["megajax.train", "--config=quickstart.py", "--steps=3", "--evaluation.batches=1", f"--run_dir={run}"]
     assert subprocess.run([sys.executable, "-m", *train], env=os.environ | SETTINGS).returncode == 0
     sampling = ["--max-tokens=24", "--temperature=0.9", "--seed=5", "--n=2", "--logprobs=2", "--inference.rows=4"]
     answer = ["megajax.generate", f"--run={run}", f"--prompts={prompts}", *sampling]
