@@ -105,10 +105,10 @@ def evaluate_on_ray(argv: list[str], asked: Asked) -> int:
     pool = RayPool(flags["ray"], flags["replicas"], flags["replica_gpus"])
     with deferred_interrupts() as handle_pending, pool:
         parts = PARTS * pool.workers
-        scores = [(None, (score, (tuple(argv), part, parts))) for part in range(parts)]
+        scores = [(None, (score, tuple(argv), part, parts)) for part in range(parts)]
         for count, _ in enumerate(in_order(pool, scores, handle_pending), start=1):
             progress(count, parts + len(names))
-        calls = [(name, (figures, (tuple(argv), name))) for name in names]
+        calls = [(name, (figures, tuple(argv), name)) for name in names]
         for name, answer in in_order(pool, calls, handle_pending):
             results[name], content = answer
             progress(count + len(results), parts + len(names))

@@ -121,11 +121,11 @@ def answer_on_ray(argv: list[str], asked: Asked) -> None:
     progress.start("prompts")
     pool = RayPool(flags["ray"], flags["replicas"], flags["replica_gpus"])
     with deferred_interrupts() as handle_pending, pool:
-        ((_, keys),) = in_order(pool, [(None, (find_keys, (words,)))], handle_pending)
+        ((_, keys),) = in_order(pool, [(None, (find_keys, words))], handle_pending)
 
         def answers(first: int) -> Iterator[Any]:
             parts = parts_of(first, len(keys), pool.workers, asked.config.inference.rows)
-            for _, part in in_order(pool, [(None, (find_answers, (words, *part))) for part in parts], handle_pending):
+            for _, part in in_order(pool, [(None, (find_answers, words, *part)) for part in parts], handle_pending):
                 yield from part
 
         show = resolve("megajax.inference.terminal:Screen")().write
