@@ -49,7 +49,7 @@ PARTS = 4
 """Parts of the work for each replica: a lost one costs the less."""
 
 
-class Asked(NamedTuple):
+class Inputs(NamedTuple):
     """What a command line asks for."""
 
     flags: Mapping[str, Any]
@@ -59,10 +59,10 @@ class Asked(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Parse the command line, then import jax, connect the processes, and evaluate."""
-    asked = read(argv)
-    flags, config, evaluation = asked
+    inputs = read(argv)
+    flags, config, evaluation = inputs
     if flags["ray"] is not None:
-        return evaluate_on_ray(argv, asked)
+        return evaluate_on_ray(argv, inputs)
     start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
     equal = {name: flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows", "ignore")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def read(argv: list[str]) -> Asked:
+def read(argv: list[str]) -> Inputs:
     """The settings and tasks of a command line."""
     command = parse(argv, verb="evaluate", flags=FLAGS, description=DESCRIPTION, root=EvaluatedConfig, base=base)
     flags, config = command.flags, command.config
@@ -85,7 +85,7 @@ def read(argv: list[str]) -> Asked:
     source = flags["run"] or Path(f"hf:{flags['hf']}")
     output = flags["output"] or (run_folder(flags["run"]) if flags["run"] else Path())
     evaluation = resolve("megajax.tasks.command:Evaluation")(source, tasks, output, flags["cache"], flags["rows"])
-    return Asked(flags, config, evaluation)
+    return Inputs(flags, config, evaluation)
 
 
 def weights(flags: Mapping[str, Any]) -> Any:
@@ -93,9 +93,9 @@ def weights(flags: Mapping[str, Any]) -> Any:
     return partial(resolve("megajax.job.start.stored_weights:all_weights"), ignore=flags["ignore"])
 
 
-def evaluate_on_ray(argv: list[str], asked: Asked) -> int:
+def evaluate_on_ray(argv: list[str], inputs: Inputs) -> int:
     """Let replicas on a Ray cluster score parts of all tasks, then each task, with the answers of all parts."""
-    flags, evaluation, started = asked.flags, asked.evaluation, time.monotonic()
+    flags, evaluation, started = inputs.flags, inputs.evaluation, time.monotonic()
     names = [task.name for task in evaluation.tasks]
     # As a script, this module has a name that means another one to the replicas.
     score, figures = (resolve(f"megajax.evaluate:{name}") for name in ("score_part", "figures_of"))

@@ -45,7 +45,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-class Asked(NamedTuple):
+class Inputs(NamedTuple):
     """What a command line asks for."""
 
     flags: Mapping[str, Any]
@@ -58,10 +58,10 @@ class Asked(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Parse the command line, then import jax, load the model and generate."""
-    asked = read(argv)
-    flags, config = asked.flags, asked.config
+    inputs = read(argv)
+    flags, config = inputs.flags, inputs.config
     if flags["ray"] is not None:
-        answer_on_ray(argv, asked)
+        answer_on_ray(argv, inputs)
         return 0
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
@@ -74,10 +74,10 @@ def main(argv: list[str]) -> int:
         resolve("megajax.inference.processes.group:Processes")() as processes,
         resolve("megajax.job.compile_log:CompileLog")(lambda message: None),
     ):
-        loaded, engine = open_engine(asked)
+        loaded, engine = open_engine(inputs)
         if processes.first:
             processes.lead(engine.device)
-            answer(session_of(asked, loaded, engine), flags, asked.prompts, config.inference.image_fit)
+            answer(session_of(inputs, loaded, engine), flags, inputs.prompts, config.inference.image_fit)
         else:
             processes.follow(engine.device)
     processes.close()
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def read(argv: list[str]) -> Asked:
+def read(argv: list[str]) -> Inputs:
     """The settings and prompts of a command line."""
     command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
     flags, config = command.flags, command.config
@@ -94,27 +94,27 @@ def read(argv: list[str]) -> Asked:
     # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
     config = replace(config, inference=replace(config.inference, rows=rows))
-    return Asked(flags, config, sampling, drafting, prompts)
+    return Inputs(flags, config, sampling, drafting, prompts)
 
 
-def open_engine(asked: Asked) -> tuple[Any, Any]:
+def open_engine(inputs: Inputs) -> tuple[Any, Any]:
     """The loaded model and its engine, in each process."""
-    resolve("megajax.job.start.compile_cache:use_cache")(asked.config.xla)
-    loaded = resolve("megajax.interop.loading:load")(asked.config, origin_of(asked.flags))
-    draft = asked.drafting and resolve("megajax.interop.draft_model:load_draft")(loaded, asked.drafting)
-    rows = asked.config.inference.rows
+    resolve("megajax.job.start.compile_cache:use_cache")(inputs.config.xla)
+    loaded = resolve("megajax.interop.loading:load")(inputs.config, origin_of(inputs.flags))
+    draft = inputs.drafting and resolve("megajax.interop.draft_model:load_draft")(loaded, inputs.drafting)
+    rows = inputs.config.inference.rows
     return loaded, resolve("megajax.interop.loading:start_engine")(loaded, queue=rows, draft=draft)
 
 
-def session_of(asked: Asked, loaded: Any, engine: Any) -> Any:
+def session_of(inputs: Inputs, loaded: Any, engine: Any) -> Any:
     """What answers prompts with a loaded model."""
     session = resolve("megajax.inference.terminal:Session")
-    return session(engine, loaded.tokenizer, loaded.conversation, asked.sampling, loaded.where)
+    return session(engine, loaded.tokenizer, loaded.conversation, inputs.sampling, loaded.where)
 
 
-def answer_on_ray(argv: list[str], asked: Asked) -> None:
+def answer_on_ray(argv: list[str], inputs: Inputs) -> None:
     """Let replicas on a Ray cluster answer parts of the prompts."""
-    flags, words = asked.flags, tuple(argv)
+    flags, words = inputs.flags, tuple(argv)
     # As a script, this module has a name that means another one to the replicas.
     find_keys, find_answers = (resolve(f"megajax.generate:{name}") for name in ("keys_of_prompts", "answers_of_part"))
     progress = resolve("megajax.tasks.progress:Progress")(visible=flags["output"] is not None)
@@ -124,24 +124,24 @@ def answer_on_ray(argv: list[str], asked: Asked) -> None:
         ((_, keys),) = in_order(pool, [(None, (find_keys, words))], handle_pending)
 
         def answers(first: int) -> Iterator[Any]:
-            parts = parts_of(first, len(keys), pool.workers, asked.config.inference.rows)
+            parts = parts_of(first, len(keys), pool.workers, inputs.config.inference.rows)
             for _, part in in_order(pool, [(None, (find_answers, words, *part)) for part in parts], handle_pending):
                 yield from part
 
         show = resolve("megajax.inference.terminal:Screen")().write
         write = resolve("megajax.inference.prompts:write_answers")
-        write(flags["output"], asked.sampling.n, keys, answers, show, progress)
+        write(flags["output"], inputs.sampling.n, keys, answers, show, progress)
     progress.clear()
 
 
 @cache
 def replica(argv: tuple[str, ...]) -> tuple[Any, Any]:
     """In a process of the cluster: the session of a command line and its requests."""
-    asked = read(list(argv))
-    set_process(asked.config.xla)
+    inputs = read(list(argv))
+    set_process(inputs.config.xla)
     resolve("megajax.job.compile_log:CompileLog")(lambda message: None).__enter__()  # as long as the process lives
-    session = session_of(asked, *open_engine(asked))
-    return session, session.requests(asked.prompts)
+    session = session_of(inputs, *open_engine(inputs))
+    return session, session.requests(inputs.prompts)
 
 
 def keys_of_prompts(argv: tuple[str, ...]) -> list[str]:

@@ -19,8 +19,8 @@ REPLICA_FLAGS = (
 def replica_problems(flags: Mapping[str, Any]) -> list[Problem]:
     """Problems of these flags."""
     if flags["ray"] is None:
-        given = flags["replicas"] is not None or flags["replica_gpus"] != 1
-        return [Problem("--replicas", "has no meaning without --ray=ADDRESS")] if given else []
+        is_set = flags["replicas"] is not None or flags["replica_gpus"] != 1
+        return [Problem("--replicas", "has no meaning without --ray=ADDRESS")] if is_set else []
     problems = [
         Problem(f"--{name.replace('_', '-')}", f"must be at least 1, got {flags[name]}")
         for name in ("replicas", "replica_gpus")

@@ -62,7 +62,7 @@ class RayPool:
 
         gpus: of each process, on a cluster with GPUs.
         """
-        self._address, self._asked, self._gpus = address, workers, gpus
+        self._address, self._limit, self._gpus = address, workers, gpus
         self._calls = queue.PriorityQueue[tuple[int, _Call | None]]()
         self._count, self._running, self._closed = 0, 0, False
         self._processes: list[Any] = []
@@ -73,7 +73,7 @@ class RayPool:
         gpus = int(self._ray.cluster_resources().get("GPU", 0))
         self._resources = {"CPU": 1, "GPU": self._gpus} if gpus and self._gpus else {"CPU": 1}
         machines = sum(node["Alive"] for node in self._ray.nodes())
-        self.workers = self._asked or (gpus // self._gpus if "GPU" in self._resources else machines)
+        self.workers = self._limit or (gpus // self._gpus if "GPU" in self._resources else machines)
         if not self.workers:
             self._ray.shutdown()
             raise UserError(f"--replica-gpus: must be at most {gpus}, the GPUs of the cluster, got {self._gpus}")
