@@ -30,10 +30,10 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.precision.block_recipes import BlockKernel
-from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig
+from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.fp8 import OLDEST, PerTensor
 from megajax.precision.matmul import RoundedMatmul
-from megajax.precision.recipes import FIRST_WITH_BLOCKS, OF_CODES, RECIPES
+from megajax.precision.recipes import FIRST_WITH_BLOCKS, RECIPES, codes_of
 
 SAME_NUMBERS = 5e-3
 """Relative error of a product of the same rounded numbers: only the result is rounded to bfloat16, and one code in
@@ -104,7 +104,7 @@ def _matmul(size: tuple[int, int, int], fp8: bool) -> Case:
 def recipes(on_gpu: bool, device: Device) -> list[Case]:
     """A matmul of a Llama-3 8B layer by each recipe, by the device's kernel, against the same numbers in bfloat16.
 
-    Then, where the device multiplies 8-bit codes of experts, those of Qwen3-30B-A3B on one of 8 devices, in the same
+    Then, where the device multiplies codes of experts, those of Qwen3-30B-A3B on one of 8 devices, in the same
     way, after the grouped matmul in bfloat16.
     """
     capability = device.capability or ()
@@ -115,7 +115,7 @@ def recipes(on_gpu: bool, device: Device) -> list[Case]:
         # Scales of previous steps change no operation.
         if kind is not Fp8DelayedConfig and (not on_gpu or capability >= OLDEST):
             recipe: Any = make(kind(), kernel, 1.0)
-            recipe = replace(recipe, codes=codes) if kind in OF_CODES else recipe
+            recipe = replace(recipe, codes=codes_of(kind(), codes))
             call, plain = (
                 partial(RoundedMatmul(each), "ti,io->to") for each in (recipe, make(kind(), "reference", 1.0))
             )
@@ -131,17 +131,22 @@ def _experts(on_gpu: bool, codes: CodeProducts | None) -> list[Case]:
     if on_gpu and codes is None:
         return []
     size = GroupedSizes(65536, 16, 2048, 768) if on_gpu else GroupedSizes(136, 3, 128, 256)
-    kernel: GroupedKernel = "mosaic" if on_gpu else "reference"
+    kernel: GroupedKernel = "reference"
+    if codes is not None:
+        kernel = "triton" if codes.hardware else "mosaic"
     case, counts = _grouped(size, kernel), jnp.array(uneven(size.rows, size.groups), jnp.int32)
 
     def multiply(recipe: Any, x: Array, w: Array) -> Array:
         return RoundedMatmul(recipe).grouped(x, w, counts, partial(capable, kernel, size))
 
     cases = [case]
-    for kind in (Fp8CurrentConfig, Fp8BlocksConfig):
-        recipe: Any = RECIPES[kind](kind(), "reference", 1.0)
-        call, plain = (partial(multiply, replace(recipe, codes=each)) for each in (codes, None))
-        name = f"grouped matmul, {kind.__name__.removesuffix('Config')}"
+    # Random bits of stochastic rounding follow from places, which differ.
+    for cfg in (Fp8CurrentConfig(), Fp8BlocksConfig(), Mxfp8Config(), Nvfp4Config(stochastic=False)):
+        if on_gpu and codes_of(cfg, codes) is None:
+            continue
+        recipe: Any = RECIPES[type(cfg)](cfg, "reference", 1.0)
+        call, plain = (partial(multiply, replace(recipe, codes=each)) for each in (codes_of(cfg, codes), None))
+        name = f"grouped matmul, {type(cfg).__name__.removesuffix('Config')}"
         cases.append(
             replace(case, name=name, call=call, reference=_of_bfloat16(plain), fp8=True, tolerance=SAME_NUMBERS)
         )

@@ -1,6 +1,8 @@
 """Kernels and temporary memory of single layers, compiled for virtual GPUs; nothing is run."""
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -282,27 +284,34 @@ def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
 def recipe_rows(quick: bool, tokens: int = 8192) -> Iterator[dict[str, Any]]:
     """One for each GPU, shape of weights and recipe: forward, and both gradients from a gradient of the result.
 
-    Then those of the experts of a device.
+    Then those of the experts of a device. Mosaic compiles all kernels of a process for the architecture of the first
+    one, so each GPU has a process.
     """
-    devices.prepare()
-    layer = EXPERTS[1]
     for gpu in ("h100", "b200")[: 1 if quick else None]:
-        device = devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))[0]
-        for inner, outer in MATMULS[: 1 if quick else 2]:
-            like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, inner), (inner, outer), (tokens, outer))]
-            for cfg in (None, *(recipe() for recipe in RECIPES)):
-                multiply = exact if cfg is None else RoundedMatmul(_recipe(cfg, device))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            yield from pool.submit(_recipe_rows, gpu, quick, tokens).result()
 
-                def step(x: Any, w: Any, dy: Any, multiply: Any = multiply) -> Any:
-                    y, pull = jax.vjp(partial(multiply, "bd,df->bf"), x, w)
-                    return y, *pull(dy)
 
-                yield {"gpu": gpu, "in": inner, "out": outer} | _rounding(gpu, cfg, step, like)
-        shapes = (layer.rows, layer.hidden), (layer.number, layer.hidden, layer.ffn), (layer.rows, layer.ffn)
-        like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-        like.append(jax.ShapeDtypeStruct((layer.number,), jnp.int32))
+def _recipe_rows(gpu: str, quick: bool, tokens: int) -> list[dict[str, Any]]:
+    devices.prepare()
+    layer, rows = EXPERTS[1], []
+    device = devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))[0]
+    for inner, outer in MATMULS[: 1 if quick else 2]:
+        like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, inner), (inner, outer), (tokens, outer))]
         for cfg in (None, *(recipe() for recipe in RECIPES)):
-            yield {"gpu": gpu, "experts": layer.model} | _rounding(gpu, cfg, _of_experts(cfg, device, layer), like)
+            multiply = exact if cfg is None else RoundedMatmul(_recipe(cfg, device))
+
+            def step(x: Any, w: Any, dy: Any, multiply: Any = multiply) -> Any:
+                y, pull = jax.vjp(partial(multiply, "bd,df->bf"), x, w)
+                return y, *pull(dy)
+
+            rows.append({"gpu": gpu, "in": inner, "out": outer} | _rounding(gpu, cfg, step, like))
+    shapes = (layer.rows, layer.hidden), (layer.number, layer.hidden, layer.ffn), (layer.rows, layer.ffn)
+    like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    like.append(jax.ShapeDtypeStruct((layer.number,), jnp.int32))
+    for cfg in (None, *(recipe() for recipe in RECIPES)):
+        rows.append({"gpu": gpu, "experts": layer.model} | _rounding(gpu, cfg, _of_experts(cfg, device, layer), like))
+    return rows
 
 
 def _recipe(cfg: MatmulConfig, device: jax.Device) -> Recipe:

@@ -71,6 +71,9 @@ class Device:
     """Share of `peak_fp8` that large matmuls reach, without the casts."""
     matmul_fp4: float = 0.50
     """Share of `peak_fp4` that large matmuls reach, without the casts."""
+    matmul_codes: float = 0.37
+    """The same of megajax's kernels of codes, of their format's peak. Assumed, because no run has timed them: cells of
+    128 x 128 read a byte from the L2 cache for each 128 operations, and that of an H100 gives about 6 TB/s."""
     matmul_half: float = 64.0
     """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
     scan: float = 0.15
@@ -132,10 +135,11 @@ class Device:
         in_blocks = {"mxfp8": "fp8", "nvfp4": "fp4"}.get(compute)
         return compute if in_blocks is None else in_blocks if self.peak_fp4 is not None else "bfloat16"
 
-    def matmul_rate(self, compute: str) -> float:
-        """Operations per second of large matmuls."""
+    def matmul_rate(self, compute: str, *, codes: bool = False) -> float:
+        """Operations per second of large matmuls; codes: of a kernel of codes."""
         shares = {"fp8": self.matmul_fp8, "fp4": self.matmul_fp4}
-        return self.peak_of(compute) * shares.get(self.multiplied(compute), self.matmul) * self.power
+        share = self.matmul_codes if codes else shares.get(self.multiplied(compute), self.matmul)
+        return self.peak_of(compute) * share * self.power
 
     @property
     def memory_rate(self) -> float:
@@ -146,9 +150,11 @@ class Device:
         """Operations per second of a fused attention's forward or backward pass."""
         return self.peak * (self.attention_backward if backward else self.attention_forward)
 
-    def matmul_seconds(self, compute: str, sizes: tuple[float, float, float], matmuls: float = 1) -> float:
+    def matmul_seconds(
+        self, compute: str, sizes: tuple[float, float, float], matmuls: float = 1, *, codes: bool = False
+    ) -> float:
         """Seconds of the operations of matmuls of these sizes: rows, contracted, columns."""
-        return 2 * matmuls * prod(sizes) / (self.matmul_rate(compute) * self.matmul_share(*sizes))
+        return 2 * matmuls * prod(sizes) / (self.matmul_rate(compute, codes=codes) * self.matmul_share(*sizes))
 
     def matmul_share(self, *sizes: float) -> float:
         """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.

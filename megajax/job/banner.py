@@ -2,7 +2,7 @@
 
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import log
 from typing import Any
 
@@ -18,7 +18,6 @@ from megajax.job.integrity.replicas import coverage
 from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice
-from megajax.kernels.grouped.capability import CODES
 from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.low_rank import LORA_A
@@ -36,9 +35,10 @@ from megajax.models.facts import Facts, SectionFacts
 from megajax.models.memory import MemoryReport, SavedBytes
 from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
-from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, PrecisionConfig
+from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, MatmulConfig, PrecisionConfig
 from megajax.precision.fp8 import capability_of
-from megajax.precision.recipes import OF_CODES, kernel_of
+from megajax.precision.matmul import CODE_BLOCK
+from megajax.precision.recipes import codes_of, kernel_of
 from megajax.training.program import Program
 from megajax.training.reference import Reference
 from megajax.training.scheduled_step import scheduling_gpu
@@ -225,7 +225,7 @@ def _training(program: Program, description: Description, kernels: Sequence[Choi
     rates = f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}"
     return [
         ("precision", dtypes),
-        *_matmuls(precision, program.mesh.devices.flat[0], mixtures=bool(description.mixtures)),
+        *_matmuls(precision, program.mesh.devices.flat[0], {c.kernel for c in kernels if c.layer == "experts"}),
         *_kernels(cfg.model, cfg.parallel, program.summary.facts, kernels),
         *_recompute(program, description.saved),
         ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
@@ -257,13 +257,13 @@ def _kernels(
     return rows + [reason for reason in why if gpu]
 
 
-def _matmuls(precision: PrecisionConfig, device: jax.Device, *, mixtures: bool) -> list[tuple[str, str]]:
-    """The recipe, and what the device multiplies."""
+def _matmuls(precision: PrecisionConfig, device: jax.Device, experts: Collection[str]) -> list[tuple[str, str]]:
+    """The recipe, and what the device multiplies. experts: kernels of the grouped matmul, if there are experts."""
     recipe = precision.matmul
     if recipe is None:
         return []
     text = f"layers, {recipe.label}"
-    in_codes = isinstance(recipe, OF_CODES) and code_products(capability_of(device)) is not None
+    codes = codes_of(recipe, code_products(capability_of(device)))
     if isinstance(recipe, Fp8DelayedConfig):
         last = recipe.history == 1 or recipe.algorithm == "most_recent"
         text += f" ({1 if last else recipe.history}), margin {recipe.margin} bits"
@@ -272,17 +272,25 @@ def _matmuls(precision: PrecisionConfig, device: jax.Device, *, mixtures: bool) 
         text += f"; forward pass accumulates {adding}"
     elif kernel_of(recipe, device) == "cudnn":
         text += "; by cuDNN"
-    elif in_codes:
-        text += f"; by {CODES.label}, where tokens and sides are multiples of {CODES.sides}"
+    elif codes is not None:
+        text += f"; by {codes.label}, where tokens and sides are multiples of {CODE_BLOCK}"
     else:
-        float32 = getattr(recipe, "scales", "") == "float32"
+        float32 = _float32(recipe)
         reason = "scales are float32" if float32 else f"{device.device_kind} has no products of blocks"
+        reason = "kernel=reference" if recipe.kernel == "reference" else reason
         text += f"; rounded, then multiplied in {'float32' if float32 else 'bfloat16'}, because {reason}"
     ends = recipe.layers(0) and f"; first {recipe.first_layers} and last {recipe.last_layers} layers in bfloat16"
-    experts = "multiplied in bfloat16: no kernel multiplies groups in fewer bits"
-    if in_codes:
-        experts = f"by {CODES.label}, where sides are multiples of {CODES.sides}"
-    return [("matmuls", text + (ends or "") + f"; experts too, {experts}" * mixtures)]
+    if codes is None or "reference" in experts:
+        named = recipe.kernel == "reference" or codes is not None
+        why = "kernel=reference" if named else "no kernel multiplies groups in fewer bits"
+        groups = f"multiplied in {'float32' if _float32(recipe) else 'bfloat16'}: {why}"
+    else:
+        groups = f"by {codes.label}, where sides are multiples of {CODE_BLOCK}"
+    return [("matmuls", text + (ends or "") + f"; experts too, {groups}" * bool(experts))]
+
+
+def _float32(recipe: MatmulConfig) -> bool:
+    return getattr(recipe, "scales", "") == "float32"
 
 
 def _recompute(program: Program, saved: Mapping[str, Sequence[SavedBytes]]) -> list[tuple[str, str]]:

@@ -216,7 +216,8 @@ class Matrix(nnx.Module):
         else:
             kernels = partial(capable, kernel, GroupedSizes(rows.shape[0], *array.shape))
             beside = {name: values[f".{name}"] for name in self.names}
-            y = multiply(rows, array, sizes, kernels, axes=self.layout.sharded_axes("expert_mlp"), **beside)
+            axes, in_codes = self.layout.sharded_axes("expert_mlp"), kernel != "reference"
+            y = multiply(rows, array, sizes, kernels, axes=axes, in_codes=in_codes, **beside)
         if self.low_rank is None:
             return y
         return y + self.low_rank.grouped(rows, values[LORA_A], values[LORA_B], sizes, kernel)

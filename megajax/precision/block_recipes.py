@@ -16,11 +16,9 @@ from megajax.mesh.sharded_product import LetterSharding, sharded_product
 from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize, visible, whole_scale
 from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.groups import Groups
-from megajax.precision.matmul import CODE_BLOCK, CodeProducts, Letters, Tensor, in_order
+from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, Letters, Tensor, in_order
 
 type BlockKernel = Literal["cudnn", "reference"]
-HARDWARE_BLOCK = 32
-"""Numbers of a block with a scale that is a power of two, on GPUs that multiply such blocks."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("blocks",), meta_fields=("form", "tiles"))
@@ -69,8 +67,10 @@ class GroupedBlocks:
         x = self.rows.wide(exact_dtype(self.rows.form))
         return x.mT if self.turned else x
 
-    def coded(self, *, of_weight: bool) -> tuple[Array, Array]:
+    def coded(self, *, of_weight: bool, hardware: bool) -> tuple[Array, Array]:
         del of_weight
+        if hardware:
+            return self.rows.rows()
         return self.rows.blocks.codes, self.rows.blocks.scales.astype(jnp.float32)
 
 
@@ -95,7 +95,7 @@ class InBlocks:
     multiple: int
     kernel: BlockKernel = "reference"
     codes: CodeProducts | None = None
-    """The device's kernel of 8-bit codes, where `kernel` has none, and for groups."""
+    """The device's kernel of codes, where `kernel` has none, and for groups."""
     sharding: LetterSharding | None = ()
     """Of the letters over free mesh axes; None: unknown."""
 

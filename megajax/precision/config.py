@@ -96,6 +96,9 @@ class RecipeConfig:
     """Number of layers at the start of the stack that stay in bfloat16."""
     last_layers: int = 0
     """Number of layers at its end that stay in bfloat16."""
+    kernel: Literal["auto", "reference"] = "auto"
+    """reference: rounded numbers of blocks and of experts are multiplied in bfloat16, float32 scales in float32, on
+    devices with a kernel for them too. auto: by that kernel. cuBLASLt's matmuls with one scale are not affected."""
 
     def problems(self) -> list[Problem]:
         return [

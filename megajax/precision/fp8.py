@@ -27,7 +27,7 @@ from megajax.mesh.sharded_product import LetterSharding
 from megajax.precision.blocks import amax_of
 from megajax.precision.config import MULTIPLE, Fp8CurrentConfig, Fp8DelayedConfig
 from megajax.precision.groups import Groups
-from megajax.precision.matmul import CODE_BLOCK, CodeProducts, Letters, Tensor, in_order
+from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, Letters, Tensor, in_order
 
 OLDEST = (8, 9)
 """Compute capability of the first GPUs that multiply 8-bit floats."""
@@ -174,14 +174,17 @@ class QuantizedGroups(NamedTuple):
     """Largest magnitudes of groups, float32 [E]."""
     factor: None = None
 
-    def coded(self, *, of_weight: bool) -> tuple[Array, Array]:
+    def coded(self, *, of_weight: bool, hardware: bool) -> tuple[Array, Array]:
         """One scale for all blocks of a group."""
         codes, scale = (array.mT if of_weight else array for array in (self.values, 1 / self.scale))
-        blocks = [codes.shape[-1] // CODE_BLOCK]
-        if codes.ndim == 3:
-            blocks = [codes.shape[1] // CODE_BLOCK, *blocks]
-        scale = scale[:, ::CODE_BLOCK] if of_weight else scale
-        return codes, jnp.broadcast_to(scale, (codes.shape[0], *blocks))
+        block = HARDWARE_BLOCK if hardware else CODE_BLOCK
+        shape = [*codes.shape[:-1], codes.shape[-1] // block]
+        if hardware:
+            scale = lax.bitcast_convert_type(scale, jnp.uint32) >> 23  # powers of two, or NaN: their exponents
+            scale = lax.bitcast_convert_type(scale.astype(jnp.uint8), jnp.float8_e8m0fnu)
+        elif codes.ndim == 3:
+            shape[1] //= block
+        return codes, jnp.broadcast_to(scale[:, ::block] if of_weight else scale, shape)
 
     def wide(self) -> Array:
         return self.values.astype(jnp.bfloat16) * (1 / self.scale).astype(jnp.bfloat16)

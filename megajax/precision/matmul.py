@@ -62,7 +62,7 @@ class GroupedOperand(Protocol):
         """The numbers without the factor, in a dtype that holds them exactly: rows [T, K], or matrices [E, N, K]."""
         ...
 
-    def coded(self, *, of_weight: bool) -> tuple[Array, Array]:
+    def coded(self, *, of_weight: bool, hardware: bool) -> tuple[Array, Array]:
         """Codes and scales as `CodeProducts` takes them; of_weight: rows [K, T] of a product over rows."""
         ...
 
@@ -77,17 +77,24 @@ class GroupProducts(Protocol):
 
 
 class CodeProducts(Protocol):
-    """A kernel of products of 8-bit codes: `megajax.kernels.grouped.matmul.CodeProducts`. Hashable."""
+    """A kernel of products of codes: `megajax.kernels.grouped.matmul.CodeProducts`. Hashable."""
 
     @property
     def rows(self) -> Callable[..., Array]: ...
     @property
     def matrices(self) -> Callable[..., Array]: ...
+    @property
+    def hardware(self) -> bool: ...
+    @property
+    def label(self) -> str: ...
     def fits(self, rows: int, inner: int, outer: int) -> bool: ...
 
 
 CODE_BLOCK = 128
-"""Numbers of a block with one scale, of `CodeProducts`."""
+"""Groups begin at multiples of this in gradients of matrices by `CodeProducts`; its blocks have as many numbers, but
+those of hardware."""
+HARDWARE_BLOCK = 32
+"""Numbers of a block with a scale that is a power of two, on GPUs that multiply such blocks."""
 
 
 class Recipe(Protocol):
@@ -175,17 +182,18 @@ class RoundedMatmul:
         amax: Array | None = None,
         *,
         axes: tuple[str, ...] = (),
+        in_codes: bool = True,
     ) -> Array:
         """Each row times the matrix of its group, as `megajax.kernels.grouped.matmul.grouped_matmul`, in this recipe.
 
         Equal to a product of each group alone. Codes are multiplied by the recipe's kernel of codes if it supports the
         sizes; otherwise rounded numbers in a dtype that holds them exactly.
         kernel: dtype -> the kernel for rows of this dtype; amax: as above, float32 [E, 3]; axes: mesh axes that shard
-        columns of rows or matrices, in an island.
+        columns of rows or matrices, in an island; in_codes: whether the kernel of codes may be used.
         """
         letters = Letters("tk", "ekn", "etn")
         self._refuse_odd_sides("tk,ekn->tn", letters, x, w, groups="e")
-        codes = self.recipe.codes
+        codes = self.recipe.codes if in_codes else None
         fits = codes is not None and codes.fits(x.shape[0], *w.shape[1:])
         way = _InCodes(codes) if fits else _Grouped(kernel(self.recipe.exact.name))
         return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes))
@@ -271,15 +279,21 @@ class _Grouped:
     def product(
         self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
     ) -> Array:
-        factor = None if a.factor is None or b.factor is None else a.factor * b.factor
-        inner = dtype if factor is None else jnp.dtype(jnp.float32)
+        inner = dtype if a.factor is None else jnp.dtype(jnp.float32)
         with jax.default_matmul_precision("highest" if recipe.exact == jnp.float32 else None):
             if result == "dw":
                 sizes = -(-groups.sizes // recipe.row_block) * recipe.row_block
                 y = self.kernel.matrices(a.wide(), b.wide(), sizes, dtype=inner)
             else:
                 y = self.kernel.rows(a.wide(), b.wide(), groups.sizes, transposed=True, dtype=inner)
-        return y if factor is None else (y * groups.spread(factor, 3 if result == "dw" else 2)).astype(dtype)
+        return _whole(y, a, b, dtype, groups)
+
+
+def _whole(y: Array, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups) -> Array:
+    """A result times the factors of its operands, if any."""
+    if a.factor is None or b.factor is None:
+        return y
+    return (y * groups.spread(a.factor * b.factor, y.ndim)).astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +311,13 @@ class _InCodes:
         self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
     ) -> Array:
         del recipe
-        operands = (*a.coded(of_weight=result == "dw"), *b.coded(of_weight=result == "dw"))
+        inner = dtype if a.factor is None else jnp.dtype(jnp.float32)
+        codes = [part for x in (a, b) for part in x.coded(of_weight=result == "dw", hardware=self.kernel.hardware)]
         if result == "dw":
-            return self.kernel.matrices(*operands, -(-groups.sizes // CODE_BLOCK) * CODE_BLOCK, dtype=dtype)
-        return self.kernel.rows(*operands, groups.sizes, dtype=dtype)
+            y = self.kernel.matrices(*codes, -(-groups.sizes // CODE_BLOCK) * CODE_BLOCK, dtype=inner)
+        else:
+            y = self.kernel.rows(*codes, groups.sizes, dtype=inner)
+        return _whole(y, a, b, dtype, groups)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

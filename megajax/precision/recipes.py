@@ -24,7 +24,7 @@ FIRST_WITH_BLOCKS = (10, 0)
 """Compute capability of the first GPUs that multiply numbers in blocks (Blackwell)."""
 
 OF_CODES = Fp8CurrentConfig, Fp8DelayedConfig, Fp8BlocksConfig
-"""Recipes whose codes a kernel of blocks of 128 numbers multiplies."""
+"""Recipes whose codes a kernel of blocks of 128 numbers multiplies; tensor cores take all but float32 scales."""
 
 RECIPES: Mapping[type[RecipeConfig], Callable[..., Recipe]] = MappingProxyType(
     {
@@ -43,15 +43,23 @@ def kernel_of(cfg: MatmulConfig, device: jax.Device) -> BlockKernel:
     Scales in float32 are for products in float32 everywhere.
     """
     hardware = capability_of(device) >= FIRST_WITH_BLOCKS and getattr(cfg, "scales", "") != "float32"
-    return "cudnn" if hardware else "reference"
+    return "cudnn" if hardware and cfg.kernel == "auto" else "reference"
+
+
+def codes_of(cfg: MatmulConfig, kernel: CodeProducts | None) -> CodeProducts | None:
+    """A device's kernel of codes, if it multiplies those of the recipe and the recipe may use it."""
+    if kernel is None or cfg.kernel == "reference":
+        return None
+    able = getattr(cfg, "scales", "") != "float32" if kernel.hardware else isinstance(cfg, OF_CODES)
+    return kernel if able else None
 
 
 def recipe_of(cfg: MatmulConfig, device: jax.Device, token_share: float, codes: CodeProducts | None = None) -> Recipe:
-    """The recipe on this device, real or virtual. token_share: as in `AmaxHistory`; codes: its kernel of 8-bit codes.
+    """The recipe on this device, real or virtual. token_share: as in `AmaxHistory`; codes: its kernel of codes.
 
     Raises UserError for a GPU without the format of a recipe with one scale per tensor.
     """
     if isinstance(cfg, Fp8CurrentConfig | Fp8DelayedConfig):
         refuse_old(device)
     recipe: Any = RECIPES[type(cfg)](cfg, kernel_of(cfg, device), token_share)
-    return replace(recipe, codes=codes) if isinstance(cfg, OF_CODES) else recipe
+    return replace(recipe, codes=codes_of(cfg, codes))

@@ -166,18 +166,18 @@ def test_the_banner_has_a_line_about_experts(experts):
     if experts:
         assert lines[0].startswith("2 of 8 experts on a device, gather; room for")
         assert lines[1].startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")
-        assert _matmuls(fp8, device, mixtures=True)[0][1].endswith(
+        assert _matmuls(fp8, device, ["reference"])[0][1].endswith(
             "; experts too, multiplied in bfloat16: no kernel multiplies groups in fewer bits"
         )
     else:
         assert lines == ["none: the 4 devices of expert split the rows, like those of data"]
-        assert "experts" not in _matmuls(fp8, device, mixtures=False)[0][1]
+        assert "experts" not in _matmuls(fp8, device, [])[0][1]
 
 
 def test_the_banner_says_what_multiplies():
     device: Any = SimpleNamespace(device_kind="NVIDIA B200", compute_capability="10.0")
     lines = {
-        (type(cfg).__name__, kind.device_kind): _matmuls(PrecisionConfig(matmul=cfg), kind, mixtures=False)[0][1]
+        (type(cfg).__name__, kind.device_kind): _matmuls(PrecisionConfig(matmul=cfg), kind, [])[0][1]
         for cfg in (Mxfp8Config(), Nvfp4Config(), Fp8BlocksConfig(scales="float32"), Fp8DelayedConfig(history=4))
         for kind in (device, jax.devices()[0])
     }
@@ -187,7 +187,20 @@ def test_the_banner_says_what_multiplies():
     assert "multiplied in float32, because scales are float32" in lines["Fp8BlocksConfig", "NVIDIA B200"]
     hopper: Any = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
     kernel = "by the Mosaic kernel of 8-bit codes, where"
-    for cfg, experts in ((Fp8BlocksConfig(scales="float32"), False), (Fp8CurrentConfig(), True)):
-        line = _matmuls(PrecisionConfig(matmul=cfg), hopper, mixtures=experts)[0][1]
+    for cfg, experts in ((Fp8BlocksConfig(scales="float32"), []), (Fp8CurrentConfig(), ["mosaic"])):
+        line = _matmuls(PrecisionConfig(matmul=cfg), hopper, experts)[0][1]
         assert line.endswith(f"{kernel} {'' if experts else 'tokens and '}sides are multiples of 128")
+    for cfg, kernel, end in (
+        (Nvfp4Config(), "triton", "by the Mosaic kernel of scaled blocks, where sides are multiples of 128"),
+        (Nvfp4Config(), "reference", "multiplied in bfloat16: kernel=reference"),
+        (Mxfp8Config(kernel="reference"), "triton", "multiplied in bfloat16: kernel=reference"),
+        (
+            Fp8BlocksConfig(scales="float32"),
+            "triton",
+            "multiplied in float32: no kernel multiplies groups in fewer bits",
+        ),
+    ):
+        assert _matmuls(PrecisionConfig(matmul=cfg), device, [kernel])[0][1].endswith(f"; experts too, {end}")
+    named = _matmuls(PrecisionConfig(matmul=Mxfp8Config(kernel="reference")), device, [])[0][1]
+    assert named.endswith("rounded, then multiplied in bfloat16, because kernel=reference")
     assert "scales from previous steps (1), margin 0 bits" in lines["Fp8DelayedConfig", "cpu"]

@@ -1,7 +1,9 @@
 """Kernels compiled for virtual GPUs: the calls of their programs, and that none stores or copies large arrays."""
 
+import multiprocessing
 import re
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from megajax.kernels.paged.pools import PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta
 from megajax.mesh.xla_options import DEVICELESS, GPU, compiler_options
+from megajax.precision.blocks import ELEMENTS
 
 pytestmark = pytest.mark.aot
 SLOW = pytest.mark.slow
@@ -180,7 +183,7 @@ def test_hopper_multiplies_codes_of_both_formats(shape: tuple) -> None:
     w, turned = coded(e4m3, groups, outer, inner, tiles=True), coded(e4m3, groups, inner, outer, tiles=True)
     along = coded(e4m3, inner, rows), coded(e5m2, outer, rows)
     kernel = code_products((9, 0))
-    assert kernel is not None and code_products((10, 0)) is code_products(()) is None
+    assert kernel is not None and not kernel.hardware
 
     def products(x, w, dy, turned, along, sizes):
         y, dx = (kernel.rows(*a, *b, sizes, dtype=jnp.bfloat16) for a, b in ((x, w), (dy, turned)))
@@ -189,6 +192,49 @@ def test_hopper_multiplies_codes_of_both_formats(shape: tuple) -> None:
     targets, memory = compiled("h100", products, x, w, dy, turned, along, like((groups,), jnp.int32))
     assert targets == [MOSAIC] * 3
     assert memory.temp_size_in_bytes < 2 * 4 * rows * (inner + outer) // 128 + 2**20
+
+
+def of_scaled_blocks(gpu: str, formats: tuple[str, str], shape: tuple[int, ...]) -> tuple[list[str], int]:
+    """Calls and temporary bytes of result and both gradients of experts."""
+    (rows, groups, inner, outer), (narrow, of_dy) = shape, (ELEMENTS[name] for name in formats)
+    block, scales = (16, jnp.float8_e4m3fn) if narrow == jnp.float4_e2m1fn else (32, jnp.float8_e8m0fnu)
+
+    def coded(dtype, *shape):
+        return like(shape, dtype), like((*shape[:-1], shape[-1] // block), scales)
+
+    x, dy = coded(narrow, rows, inner), coded(of_dy, rows, outer)
+    w, turned = coded(narrow, groups, outer, inner), coded(narrow, groups, inner, outer)
+    along = coded(narrow, inner, rows), coded(of_dy, outer, rows)
+    kernel = code_products(GPUS[gpu].capability)
+    assert kernel is not None and kernel.hardware
+
+    def products(x, w, dy, turned, along, sizes):
+        y, dx = (kernel.rows(*a, *b, sizes, dtype=jnp.bfloat16) for a, b in ((x, w), (dy, turned)))
+        return y, dx, kernel.matrices(*along[0], *along[1], sizes, dtype=jnp.float32)
+
+    targets, memory = compiled(gpu, products, x, w, dy, turned, along, like((groups,), jnp.int32))
+    return targets, memory.temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpu", "formats", "shape"),
+    [
+        ("b200", ("e4m3", "e5m2"), (65536, 16, 2048, 768)),
+        ("gb300", ("e2m1", "e2m1"), (4096, 8, 1024, 640)),
+    ],
+)
+def test_blackwell_multiplies_scaled_blocks(gpu: str, formats: tuple[str, str], shape: tuple[int, ...]) -> None:
+    """Temporary arrays are scales in the order of tensor memory, of tiles of rows.
+
+    Mosaic compiles all kernels of a process for the architecture of the first one.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        targets, temporary = pool.submit(of_scaled_blocks, gpu, formats, shape).result()
+    assert targets == [MOSAIC] * 3
+    rows, groups, inner, outer = shape
+    block = 16 if formats[0] == "e2m1" else 32
+    assert temporary < 4 * (rows + groups * (128 + outer)) * (inner + outer) // block + 2**20
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,35 @@
-"""Products of 8-bit codes by Hopper's kernel, interpreted, against the same numbers multiplied in wider dtypes."""
+"""Products of codes by Hopper's and Blackwell's kernels, interpreted, against the same numbers in wider dtypes."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted_kernels import interpreted
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu
 from test_blocks import draw, two_layers
 from test_grouped_recipes import trained
 
 from megajax.kernels.attention.capability import Device
-from megajax.kernels.grouped import codes
+from megajax.kernels.grouped import codes, scaled
 from megajax.kernels.grouped.capability import CODES, GroupedSizes
 from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, reference_matrices, reference_rows
 from megajax.mesh.config import ParallelConfig
-from megajax.precision.block_recipes import fp8_blocks
-from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig
+from megajax.precision import matmul
+from megajax.precision.block_recipes import fp8_blocks, mxfp8, nvfp4
+from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.fp8 import AmaxHistory, PerTensor
 from megajax.precision.matmul import RoundedMatmul
+from megajax.precision.recipes import recipe_of
 
 KERNEL = CodeProducts(partial(codes.rows, programs=1), partial(codes.matrices, programs=1))
+SCALED = CodeProducts(partial(scaled.rows, programs=1), partial(scaled.matrices, programs=1), "scaled")
 CAREFUL = mosaic_gpu.InterpretGPUParams(detect_races=True)
 DELAYED = Fp8DelayedConfig()
 RECIPES: dict[str, Any] = {
@@ -32,13 +37,19 @@ RECIPES: dict[str, Any] = {
     "float32 scales": fp8_blocks(Fp8BlocksConfig(scales="float32")),
     "one scale": PerTensor(Fp8CurrentConfig()),
     "one scale, delayed": PerTensor(DELAYED, AmaxHistory(DELAYED, 1.0)),
+    "mxfp8": mxfp8(Mxfp8Config(format="hybrid")),
+    "nvfp4": nvfp4(Nvfp4Config(stochastic=False)),
 }
+HOPPER = [*RECIPES][:4]
+BLACKWELL = [name for name in RECIPES if name != "float32 scales"]
 
 
 def scaled_back(values: Array, scales: Array) -> Array:
     """Codes times their scales, in float32."""
-    spread = jnp.repeat(scales, codes.BLOCK, -1)
-    return values.astype(jnp.float32) * (spread if values.ndim == 2 else jnp.repeat(spread, codes.BLOCK, -2))
+    scales = scales.astype(jnp.float32)
+    for axis in (-1, -2):
+        scales = jnp.repeat(scales, values.shape[axis] // scales.shape[axis], axis)
+    return values.astype(jnp.float32) * scales
 
 
 def plain_rows(x: Array, x_scales: Array, w: Array, w_scales: Array, sizes: Array, *, dtype: Any) -> Array:
@@ -50,7 +61,7 @@ def plain_matrices(x: Array, x_scales: Array, dy: Array, dy_scales: Array, sizes
 
 
 PLAIN = CodeProducts(plain_rows, plain_matrices)
-"""The meaning of the kernel's two functions."""
+"""The meaning of the kernels' two functions."""
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -60,6 +71,13 @@ def close(actual: Any, expected: Any) -> None:
 def drawn(shape: tuple[int, ...], seed: int, dtype: Any, scales: tuple[int, ...]) -> tuple[Array, Array]:
     """Codes and scales."""
     return jnp.asarray(draw(shape, seed, 3)).astype(dtype), 1 + jnp.abs(jnp.asarray(draw(scales, seed, 1)))
+
+
+def in_blocks(shape: tuple[int, ...], seed: int, dtype: Any) -> tuple[Array, Array]:
+    """Codes and scales as Blackwell's tensor cores take them."""
+    block, of_scales = (16, jnp.float8_e4m3fn) if dtype == jnp.float4_e2m1fn else (32, jnp.float8_e8m0fnu)
+    scales = 2.0 ** np.round(draw((*shape[:-1], shape[-1] // block), seed, 2))
+    return jnp.asarray(draw(shape, seed, 3)).astype(dtype), jnp.asarray(scales).astype(of_scales)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +99,29 @@ def test_the_kernel_equals_codes_times_scales(sizes: tuple[int, ...], aligned: t
         return y[: sum(sizes)], kernel.matrices(*a, *b, jnp.int32(aligned), dtype=jnp.float32)
 
     # Memory that the program has not written is NaN; a read that no barrier orders is an error.
-    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL):
+    with interpreted(CAREFUL):
         actual = jax.block_until_ready(jax.jit(lambda: both(KERNEL))())
+    for array, expected in zip(actual, jax.jit(lambda: both(PLAIN))(), strict=True):
+        close(array, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", [(jnp.float8_e5m2, jnp.float8_e4m3fn), (jnp.float4_e2m1fn,) * 2])
+@pytest.mark.parametrize(("sizes", "outer"), [((60, 9), 256), ((100, 0, 33, 130), 128)])
+def test_tensor_cores_multiply_scaled_blocks(dtypes: tuple[Any, Any], sizes: tuple[int, ...], outer: int) -> None:
+    """As above, with the operands of Blackwell; more steps than fit shared memory, in all and in one group."""
+    count, inner, groups = 264, 768, len(sizes)
+    x, scales = in_blocks((count, inner), 0, dtypes[0])
+    operands = x, scales, *in_blocks((groups, outer, inner), 1, dtypes[1])
+    aligned = (640, 0, 128, 0)[:groups]
+    rows = in_blocks((128, 896), 2, dtypes[0]) + in_blocks((outer, 896), 3, dtypes[1])
+
+    def both(kernel: CodeProducts) -> tuple[Array, Array]:
+        y = kernel.rows(*operands, jnp.int32(sizes), dtype=jnp.float32)
+        return y[: sum(sizes)], kernel.matrices(*rows, jnp.int32(aligned), dtype=jnp.float32)
+
+    with interpreted(CAREFUL):
+        actual = jax.block_until_ready(jax.jit(lambda: both(SCALED))())
     for array, expected in zip(actual, jax.jit(lambda: both(PLAIN))(), strict=True):
         close(array, expected)
 
@@ -96,9 +135,14 @@ def of_experts(recipe: Any, sizes: Array, dy: Array, *inputs: Array) -> tuple[Ar
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "one scale" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+    ("kernel", "name"),
+    [
+        pytest.param(kernel, name, marks=[] if number == 0 and name == "one scale" else pytest.mark.slow)
+        for kernels, names in (((PLAIN, KERNEL), HOPPER), ((PLAIN._replace(kernel="scaled"), SCALED), BLACKWELL))
+        for number, kernel in enumerate(kernels)
+        for name in names
+    ],
 )
-@pytest.mark.parametrize("kernel", [PLAIN, pytest.param(KERNEL, marks=pytest.mark.slow)])
 def test_experts_by_codes_equal_the_reference(kernel: CodeProducts, name: str) -> None:
     """Result, gradients and what is observed."""
     sizes, rows, outer = (100, 0, 9), 136, 256
@@ -106,7 +150,7 @@ def test_experts_by_codes_equal_the_reference(kernel: CodeProducts, name: str) -
     x[sum(sizes) :] = dy[sum(sizes) :] = np.nan
     amax = [jnp.float32([[2, 16, 3], [4, 32, 6], [6, 48, 9]])] * (name == "one scale, delayed")
     arrays = jnp.int32(sizes), dy, x, w, *amax
-    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL):
+    with interpreted(CAREFUL):
         actual = jax.block_until_ready(jax.jit(partial(of_experts, replace(RECIPES[name], codes=kernel)))(*arrays))
     for number, expected in enumerate(jax.jit(partial(of_experts, RECIPES[name]))(*arrays)):
         live = sum(sizes) if number < 2 else None
@@ -125,22 +169,36 @@ def test_layers_by_codes_equal_the_reference(name: str, size: int) -> None:
     """One group; sides that are no multiples of 128 are multiplied by the reference."""
     arrays = draw((2, 128, 128), 0, 3), draw((128, 4, size), 1, 3), draw((2, 128, 4, size), 2, 3)
     run: Callable = jax.jit(of_layer, static_argnums=0)
-    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL):
+    with interpreted(CAREFUL):
         actual = jax.block_until_ready(run(replace(RECIPES[name], codes=KERNEL), *arrays))
     for array, expected in zip(actual, run(RECIPES[name], *arrays), strict=True):
         close(array, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_devices_multiply_the_codes_of_their_own_experts(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "name"), [("codes", name) for name in HOPPER] + [("scaled", name) for name in BLACKWELL]
+)
+def test_devices_multiply_the_codes_of_their_own_experts(kernel: Any, name: str) -> None:
     """Experts over two devices, and the matrices of each over two."""
     expected = trained(RECIPES[name], ParallelConfig(data=1), hidden=128)
-    recipe = replace(RECIPES[name], codes=PLAIN)
+    recipe = replace(RECIPES[name], codes=PLAIN._replace(kernel=kernel))
     for parallel in (ParallelConfig(data=1), ParallelConfig(data=1, expert=2, tensor=2)):
         actual = trained(recipe, parallel, hidden=128)
         for path in expected.keys() - {"load.sum", "report.sum"}:
             close(actual[path], expected[path])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "name"), [(KERNEL, "blocks"), (SCALED, "mxfp8")])
+def test_the_kernels_of_several_devices(kernel: CodeProducts, name: str) -> None:
+    """As above, by the kernels themselves."""
+    expected = trained(RECIPES[name], ParallelConfig(data=1), hidden=128)
+    with interpreted(CAREFUL):
+        recipe = replace(RECIPES[name], codes=kernel)
+        actual = trained(recipe, ParallelConfig(data=1, expert=2, tensor=2), hidden=128)
+    for path in expected.keys() - {"load.sum", "report.sum"}:
+        close(actual[path], expected[path])
 
 
 @pytest.mark.slow
@@ -156,13 +214,39 @@ def test_devices_multiply_the_codes_of_their_parts() -> None:
                 close(array, reference)
 
 
-def test_hopper_alone_has_the_kernel() -> None:
+def test_hopper_and_blackwell_have_a_kernel() -> None:
     h100, sizes = Device(name="H100", capability=(9, 0)), GroupedSizes(4096, 8, 2048, 768)
-    assert CODES.refusal(None, h100, sizes) is None
-    assert CODES.refusal(None, h100, sizes._replace(outer=704)) == (
+    assert CODES["codes"].refusal(None, h100, sizes) is None
+    assert CODES["codes"].refusal(None, h100, sizes._replace(outer=704)) == (
         "takes matrices with sides of multiples of 128, not 2048 x 704"
     )
-    assert code_products((9, 0)) == CodeProducts(codes.rows, codes.matrices)
-    assert code_products(()) is code_products((10, 0)) is None
-    for capability in ((8, 9), (10, 0)):
-        assert "compute capability" in str(CODES.refusal(None, Device(name="other", capability=capability)))
+    assert code_products((9, 0)) == CodeProducts(codes.rows, codes.matrices, "codes")
+    assert code_products((10, 0)) == code_products((10, 3)) == CodeProducts(scaled.rows, scaled.matrices, "scaled")
+    for capability in ((), (8, 9), (12, 0)):
+        assert code_products(capability) is None
+        for backend in CODES.values():
+            assert "compute capability" in str(backend.refusal(None, Device(name="other", capability=capability)))
+
+
+def test_a_recipe_without_kernels_multiplies_what_it_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kernel=reference of the recipe, and of the experts alone."""
+    b200: Any = SimpleNamespace(platform="cuda", device_kind="NVIDIA B200", compute_capability="10.0")
+    kernel = PLAIN._replace(kernel="scaled")
+    for cfg in (Mxfp8Config(), Nvfp4Config(), Fp8BlocksConfig(), Fp8CurrentConfig(), DELAYED):
+        assert recipe_of(cfg, b200, 1.0, kernel).codes == kernel
+        plain: Any = recipe_of(replace(cfg, kernel="reference"), b200, 1.0, kernel)
+        assert plain.codes is None and getattr(plain, "kernel", "reference") == "reference"
+    assert recipe_of(Fp8BlocksConfig(scales="float32"), b200, 1.0, kernel).codes is None
+    assert recipe_of(Mxfp8Config(), b200, 1.0, PLAIN).codes is None, "blocks of 128 only"
+
+    ways = []
+
+    def multiply(recipe: Any, way: Any, *arrays: Any) -> Any:
+        ways.append(way)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(matmul, "_multiply", multiply)
+    for chosen in ("reference", "auto"):
+        with pytest.raises(ZeroDivisionError):
+            trained(replace(RECIPES["one scale"], codes=PLAIN), ParallelConfig(data=1), hidden=128, kernel=chosen)
+    assert [way.kernel == PLAIN for way in ways] == [False, True]

@@ -12,7 +12,7 @@ from flax import nnx
 from test_blocks import draw
 from tiny_runs import QUICK, build_program, place, rows, start, wide, within
 
-from megajax.kernels.grouped.capability import GroupedSizes
+from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable
 from megajax.layers.context import Context
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -99,11 +99,13 @@ def test_each_expert_is_multiplied_as_if_it_were_alone(name: str) -> None:
         np.testing.assert_allclose(array[: len(reference)], reference, rtol=0, atol=1e-6 * np.abs(reference).max())
 
 
-def trained(recipe: Recipe, parallel: ParallelConfig, hidden: int = 64) -> dict[str, np.ndarray]:
+def trained(
+    recipe: Recipe, parallel: ParallelConfig, hidden: int = 64, kernel: GroupedKernel = "auto"
+) -> dict[str, np.ndarray]:
     """Gradients of a mixture of experts on the devices of a layout, and what its experts observe, by path."""
     matmul, devices = RoundedMatmul(recipe), parallel.expert * parallel.tensor
     layout = Layout(Plan.of(parallel), matmul, grouped=matmul.grouped, beside=matmul.beside)
-    cfg = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=256))
+    cfg = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=256), kernel=kernel)
     module: Any = nnx.eval_shape(
         lambda: cfg.build(LayerSettings(layout=layout, hidden=hidden, std=0.3, output_std=0.3))
     )

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from megajax.kernels.attention.capability import AMPERE, BLACKWELL, HOPPER, Choice, Device, DeviceRange, Support, pick
 
 type GroupedKernel = Literal["auto", "reference", "triton", "mosaic"]
+type CodesKernel = Literal["codes", "scaled"]
 
 
 class GroupedSizes(NamedTuple):
@@ -69,15 +70,18 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
 )
 """Fastest first."""
 
-CODES = GroupedBackend(
-    label="the Mosaic kernel of 8-bit codes",
-    # Triton multiplies 8-bit codes as float16 on Hopper. Blackwell has no wgmma.
-    devices=DeviceRange(HOPPER, (), below=BLACKWELL),
-    rows=8,
-    least=128,
-    sides=128,
+CODES: Mapping[CodesKernel, GroupedBackend] = MappingProxyType(
+    {
+        name: GroupedBackend(label=label, devices=devices, rows=8, least=128, sides=128)
+        for name, label, devices in (
+            # Triton multiplies 8-bit codes as float16 on Hopper. Blackwell has no wgmma.
+            ("codes", "the Mosaic kernel of 8-bit codes", DeviceRange(HOPPER, (), below=BLACKWELL)),
+            # GPUs of capability 12 have no tcgen05.
+            ("scaled", "the Mosaic kernel of scaled blocks", DeviceRange(BLACKWELL, (), below=(11, 0))),
+        )
+    }
 )
-"""The kernel of `megajax.kernels.grouped.codes`."""
+"""The kernels of codes, by module of `megajax.kernels.grouped`."""
 
 
 def capable_grouped(kernel: GroupedKernel, dtype: str, sizes: GroupedSizes) -> GroupedKernel:

@@ -18,7 +18,14 @@ from jax import Array, lax
 from megajax.config.class_references import resolve
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Device
-from megajax.kernels.grouped.capability import CODES, GroupedKernel, GroupedSizes, capable_grouped, choose_grouped
+from megajax.kernels.grouped.capability import (
+    CODES,
+    CodesKernel,
+    GroupedKernel,
+    GroupedSizes,
+    capable_grouped,
+    choose_grouped,
+)
 from megajax.kernels.grouped.tiles import tiles
 
 REFERENCE_BLOCKS = (64, 128)
@@ -37,27 +44,44 @@ class Products(NamedTuple):
 
 
 class CodeProducts(NamedTuple):
-    """The two functions of a kernel of 8-bit codes, float8_e4m3fn or float8_e5m2, in blocks with a float32 scale each.
+    """The two functions of a kernel of codes in blocks with a scale each; neither is differentiable.
 
-    Neither is differentiable. Blocks are 128 numbers along the dimension that is summed over, or tiles of 128 x 128.
+    Blocks lie along the dimension that is summed over. The kernel `codes` takes float8_e4m3fn or float8_e5m2 in blocks
+    of B = 128 numbers, of w in tiles of 128 x 128, with float32 scales. The kernel `scaled` takes what the tensor cores
+    do: the same formats in blocks of B = 32 with scales in e8m0, or float4_e2m1fn in blocks of 16 with scales in e4m3.
     """
 
     rows: Callable[..., Array]
-    """(x [T, K], its scales [T, K / 128], w [E, N, K], its scales [E, N / 128, K / 128], sizes, dtype=) -> [T, N]."""
+    """(x [T, K], its scales [T, K / B], w [E, N, K], its scales [E, N / 128, K / B] or [E, N, K / B], sizes, dtype=)
+    -> [T, N]."""
     matrices: Callable[..., Array]
-    """(x [K, T], its scales [K, T / 128], dy [N, T], its scales [N, T / 128], sizes, dtype=) -> [E, K, N]: sum over
+    """(x [K, T], its scales [K, T / B], dy [N, T], its scales [N, T / B], sizes, dtype=) -> [E, K, N]: sum over
     each group's rows of x dy^T; sizes are multiples of 128; 0 for an empty group."""
+    kernel: CodesKernel = "codes"
+
+    @property
+    def hardware(self) -> bool:
+        """Whether scales are those of the tensor cores."""
+        return self.kernel == "scaled"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return CODES[self.kernel].label
 
     def fits(self, rows: int, inner: int, outer: int) -> bool:
         """Whether the kernel supports T = rows, K = inner, N = outer."""
-        return CODES.refusal(sizes=GroupedSizes(rows, 1, inner, outer)) is None
+        return CODES[self.kernel].refusal(sizes=GroupedSizes(rows, 1, inner, outer)) is None
 
 
 def code_products(capability: tuple[int, ...]) -> CodeProducts | None:
-    """The kernel of 8-bit codes for GPUs of this compute capability, () for other devices; None: there is none."""
-    if CODES.refusal(device=Device(name="the device", capability=capability or None)):
-        return None
-    return CodeProducts(*(resolve(f"megajax.kernels.grouped.codes:{name}") for name in CodeProducts._fields))
+    """The kernel of codes for GPUs of this compute capability, () for other devices; None: there is none."""
+    device = Device(name="the device", capability=capability or None)
+    for kernel, backend in CODES.items():
+        if backend.refusal(device=device) is None:
+            functions = (resolve(f"megajax.kernels.grouped.{kernel}:{name}") for name in Products._fields)
+            return CodeProducts(*functions, kernel)
+    return None
 
 
 def reference_rows(

@@ -183,7 +183,8 @@ class MoEConfig(Builds):
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     """How tokens are sent to experts on other devices."""
     kernel: GroupedKernel = "auto"
-    """Kernel of the grouped matmul. auto: the fastest available; otherwise this one or an error."""
+    """Kernel of the grouped matmul. auto: the fastest available; otherwise this one or an error. With precision.matmul,
+    a device's kernel of codes comes first, except with reference."""
 
     def problems(self) -> list[Problem]:
         problems = above_zero(experts=self.experts, top_k=self.top_k, latent=self.latent)

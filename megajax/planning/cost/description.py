@@ -34,6 +34,9 @@ RECIPES = Fp8CurrentConfig, Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
 OPERANDS = {recipe.rate: recipe.saved_bytes for recipe in RECIPES}
 """Bytes of a number that a matmul saves, with its share of the scales, by the format of matmuls."""
 
+CODE_SIDES = 128
+"""Kernels of codes multiply matrices with sides of multiples of this on a device."""
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2} | dict.fromkeys(OPERANDS, 2)
 """Bytes of an element of activations, weights in use and gradients; only operands of matmuls are in fewer bits."""
 
@@ -188,12 +191,25 @@ class Description:
         """Dtype of what no recipe rounds: attention, the loss."""
         return "bfloat16" if self.compute in OPERANDS else self.compute
 
+    def in_codes(self, *, experts: bool) -> bool:
+        """Whether a kernel of codes multiplies, of this program: as in `megajax.precision.recipes.codes_of`."""
+        if self.system.narrow_experts or self.compute not in OPERANDS or self.device.peak_fp8 is None:
+            return False
+        hopper = self.device.peak_fp4 is None
+        return self.compute in ("fp8", "fp8_blocks")[not experts :] if hopper else experts
+
     @property
-    def of_experts(self) -> str:
-        """What experts multiply in: the kernel of 8-bit codes is for Hopper."""
-        hopper = self.device.peak_fp8 is not None and self.device.peak_fp4 is None
-        narrow = self.system.narrow_experts or (hopper and self.compute in ("fp8", "fp8_blocks"))
-        return self.compute if narrow else self.dtype
+    def calls_codes(self) -> bool:
+        """Whether a kernel of codes multiplies something of the model."""
+        mixture = any(block.experts for tower in self.towers for block in tower.blocks)
+        return self.in_codes(experts=False) or (mixture and self.in_codes(experts=True))
+
+    def multiplied(self, sides: tuple[float, float], *, experts: bool) -> tuple[str, bool]:
+        """What matmuls with weights of these sides on a device multiply, and whether by a kernel of codes."""
+        codes = self.in_codes(experts=experts)
+        if any(side % CODE_SIDES for side in sides) if codes else experts and not self.system.narrow_experts:
+            return self.dtype, False
+        return self.compute, codes
 
     @property
     def spread(self) -> ExpertSharding:

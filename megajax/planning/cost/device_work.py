@@ -111,19 +111,21 @@ class Product:
     """Bytes of all experts."""
     backward: bool = False
     experts: int = 1
-    grouped: bool = False
-    """Of experts, here or on other devices."""
+    compute: str = ""
+    """What is multiplied; "": what the run computes in."""
+    codes: bool = False
+    """By a kernel of codes."""
 
     def seconds(self, run: Description) -> float:
         shape = self.rows, self.contracted, self.columns
-        compute = run.of_experts if self.grouped else run.compute
-        computing = run.device.matmul_seconds(compute, shape, self.experts)
+        computing = run.device.matmul_seconds(self.compute or run.compute, shape, self.experts, codes=self.codes)
         return run.system.overhead * max(computing, self.bytes / run.device.memory_rate)
 
 
-def _grouped(matmul: Matmul) -> bool:
-    """Whether it is one of experts, here or on other devices."""
-    return matmul.experts * matmul.expert_shards > 1
+def _multiplied(run: Description, matmul: Matmul) -> tuple[str, bool]:
+    """What a matmul multiplies, and whether by a kernel of codes; those of experts are here or on other devices."""
+    sides = matmul.inputs.local(run.parallel.tensor), matmul.outputs.local(run.parallel.tensor)
+    return run.multiplied(sides, experts=matmul.experts * matmul.expert_shards > 1)
 
 
 def products(
@@ -137,17 +139,17 @@ def products(
         behind = matmul.weights if run.system.xla else 1
         ahead = 1 if matmul.joined else behind
         tokens, weights = all_tokens * matmul.per_token, matmul.local_size(tensor)
-        rows = tokens / experts
+        rows, kind = tokens / experts, _multiplied(run, matmul)
         forward = (tokens * (ahead * inner + outer) + weights) * width
-        yield Product(rows, inner, outer, forward, False, experts, _grouped(matmul))
+        yield Product(rows, inner, outer, forward, False, experts, *kind)
         if recomputed(policy, matmul.result):
-            yield Product(rows, inner, outer, forward, True, experts, _grouped(matmul))
+            yield Product(rows, inner, outer, forward, True, experts, *kind)
         # Results of further weights are added to the first one's: read once more.
         input_gradient = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
-        yield Product(rows, outer, inner, input_gradient, True, experts, _grouped(matmul))
+        yield Product(rows, outer, inner, input_gradient, True, experts, *kind)
         weight_gradient = tokens * (behind * inner + outer) * width + weights * accumulated
         if trained:
-            yield Product(inner, rows, outer, weight_gradient, True, experts, _grouped(matmul))
+            yield Product(inner, rows, outer, weight_gradient, True, experts, *kind)
 
 
 def matmul_work(run: Description, matmuls: Iterable[Product]) -> Halves:
@@ -192,7 +194,7 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
     _experts(tower, block, halves)
     if cast := CAST_BYTES.get(run.compute):
         for matmul in block.matmuls:
-            widened = run.device.multiplied(run.of_experts if _grouped(matmul) else run.compute) == "bfloat16"
+            widened = run.device.multiplied(_multiplied(run, matmul)[0]) == "bfloat16"
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
             tokens = tower.tokens * matmul.per_token

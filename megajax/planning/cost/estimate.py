@@ -3,7 +3,7 @@
 `estimate(description)` compiles nothing, imports neither jax nor numpy, and takes about a millisecond.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 from typing import Any
@@ -13,7 +13,7 @@ from megajax.models.facts import Flops, count_flops
 from megajax.planning.cost import device_work as work
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.memory import Footprint, footprint, held_weights
-from megajax.planning.cost.ranges import ErrorRange, range_of
+from megajax.planning.cost.ranges import CODES_SHARES, ErrorRange, range_of
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
 from megajax.training.run_config import RunConfig
 
@@ -57,7 +57,12 @@ class Estimate:
     @property
     def errors(self) -> ErrorRange:
         """Errors of predictions of this kind."""
-        return range_of(self.run)
+        known = range_of(self.run)
+        if not self.run.calls_codes:
+            return known
+        devices = (replace(self.run.device, matmul_codes=share) for share in CODES_SHARES)
+        steps = (estimate(replace(self.run, device=device)).step_seconds for device in devices)
+        return known.with_codes(*(seconds / self.step_seconds for seconds in steps))
 
     @property
     def tokens_per_second_per_device_range(self) -> tuple[float, float]:

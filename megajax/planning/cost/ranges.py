@@ -16,6 +16,8 @@ class ErrorRange(NamedTuple):
     high: float
     groups: int
     """Groups of runs behind it."""
+    assumed: str = ""
+    """What else widens it, to follow these groups."""
 
     def speeds(self, predicted: float) -> tuple[float, float]:
         """The lowest and the highest speed at these errors."""
@@ -24,9 +26,17 @@ class ErrorRange(NamedTuple):
     def text(self, predicted: float) -> str:
         """These speeds, and what they stand for."""
         low, high = self.speeds(predicted)
-        return f"{low:,.0f} to {high:,.0f} by the errors of {self.groups} groups of published runs"
+        return f"{low:,.0f} to {high:,.0f} by the errors of {self.groups} groups of published runs{self.assumed}"
+
+    def with_codes(self, slower: float, faster: float) -> "ErrorRange":
+        """The range where kernels of codes may make a step take these many times as long."""
+        low, high = CODES_SHARES
+        assumed = f", and by {low:.0%} to {high:.0%} of the peak in the kernel of codes, which no run has timed"
+        return ErrorRange((1 + self.low) * faster - 1, (1 + self.high) * slower - 1, self.groups, assumed)
 
 
+CODES_SHARES = 0.25, 0.65
+"""Shares of the peak that kernels of codes may reach: two thirds of what is assumed, and about cuBLASLt's."""
 QUANTILES = (0.1, 0.9)
 """Of the errors; of fewer than FEW groups, the lowest and the highest error."""
 FEW = 5
