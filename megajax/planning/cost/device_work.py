@@ -122,10 +122,15 @@ class Product:
         return run.system.overhead * max(computing, self.bytes / run.device.memory_rate)
 
 
+def _grouped(matmul: Matmul) -> bool:
+    """Whether it is one of experts, here or on other devices."""
+    return matmul.experts * matmul.expert_shards > 1
+
+
 def _multiplied(run: Description, matmul: Matmul) -> tuple[str, bool]:
-    """What a matmul multiplies, and whether by a kernel of codes; those of experts are here or on other devices."""
+    """What a matmul multiplies, and whether by a kernel of codes."""
     sides = matmul.inputs.local(run.parallel.tensor), matmul.outputs.local(run.parallel.tensor)
-    return run.multiplied(sides, experts=matmul.experts * matmul.expert_shards > 1)
+    return run.multiplied(sides, experts=_grouped(matmul))
 
 
 def products(
