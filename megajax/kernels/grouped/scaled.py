@@ -200,25 +200,25 @@ def _launched(
     """The result. cell(index, references to the arrays and the result) -> Cell."""
     *_, a, scales, b, _ = arrays
 
-    def products(*refs: Any, **scratch: Any) -> None:
-        own, part = Scratch(**scratch), lax.axis_index("part")
+    def products(*refs: Any, **allocated: Any) -> None:
+        scratch, part = Scratch(**allocated), lax.axis_index("part")
 
         @mosaic.nd_loop((cells,), collective_axes="sm", init_carry=(jnp.int32(0), jnp.int32(0)))
         def _(loop: mosaic.NDLoopInfo, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            done, number = carry
-            this = cell(loop.index[0], refs)
+            earlier, number = carry
+            target = cell(loop.index[0], refs)
 
-            @pl.when(this.live & (part == 0))
+            @pl.when(target.live & (part == 0))
             def _() -> None:
                 @mosaic.warp_map
                 def _(warp: Array) -> None:
-                    pl.when(warp == COPY)(lambda: _copy(own, this, done))
-                    pl.when((warp == MULTIPLY) & (number > 0))(lambda: mosaic.barrier_wait(own.stored))
-                    pl.when(warp == MULTIPLY)(lambda: _multiply(own, this, done))
+                    pl.when(warp == COPY)(lambda: _copy(scratch, target, earlier))
+                    pl.when((warp == MULTIPLY) & (number > 0))(lambda: mosaic.barrier_wait(scratch.stored))
+                    pl.when(warp == MULTIPLY)(lambda: _multiply(scratch, target, earlier))
 
-            pl.when(this.live & (part == 1))(lambda: _save(own, this, width))
-            live = this.live.astype(jnp.int32)
-            return done + live * this.steps, number + live
+            pl.when(target.live & (part == 1))(lambda: _save(scratch, target, width))
+            live = target.live.astype(jnp.int32)
+            return earlier + live * target.steps, number + live
 
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -234,48 +234,48 @@ def _launched(
     )(*arrays)
 
 
-def _copy(own: Scratch, cell: Cell, done: Array) -> None:
-    """Copies the operands of a cell; done: steps of cells before it."""
+def _copy(scratch: Scratch, cell: Cell, earlier: Array) -> None:
+    """Copies the operands of a cell; earlier: steps of cells before it."""
 
     def step(index: Array, _: None) -> None:
-        slot = lax.rem(done + index, jnp.int32(STEPS))
-        pl.when(done + index >= STEPS)(lambda: mosaic.barrier_wait(own.freed.at[slot]))
-        for source, to in zip(cell.at(index), (own.a, own.s, own.b, own.t), strict=True):
-            mosaic.copy_gmem_to_smem(source, to.at[slot], own.filled.at[slot])
+        slot = lax.rem(earlier + index, jnp.int32(STEPS))
+        pl.when(earlier + index >= STEPS)(lambda: mosaic.barrier_wait(scratch.freed.at[slot]))
+        for source, to in zip(cell.at(index), (scratch.a, scratch.s, scratch.b, scratch.t), strict=True):
+            mosaic.copy_gmem_to_smem(source, to.at[slot], scratch.filled.at[slot])
 
     lax.fori_loop(jnp.int32(0), cell.steps, step, None)
 
 
-def _multiply(own: Scratch, cell: Cell, done: Array) -> None:
+def _multiply(scratch: Scratch, cell: Cell, earlier: Array) -> None:
     """Issues the products of a cell.
 
     A product comes after the copies of its scales, but a copy could overtake the product before it: each slot has
-    scales of its own, which are free when its codes are (slices of these references are not supported).
+    scales of its scratch, which are free when its codes are (slices of these references are not supported).
     """
 
     def step(index: Array, _: None) -> None:
-        slot = lax.rem(done + index, jnp.int32(STEPS))
-        mosaic.barrier_wait(own.filled.at[slot])
-        operands = own.a.at[slot], own.b.at[slot].transpose((1, 0)), own.freed.at[slot]
-        for number, scales in enumerate(zip(own.of_a, own.of_b, strict=True)):
+        slot = lax.rem(earlier + index, jnp.int32(STEPS))
+        mosaic.barrier_wait(scratch.filled.at[slot])
+        operands = scratch.a.at[slot], scratch.b.at[slot].transpose((1, 0)), scratch.freed.at[slot]
+        for number, scales in enumerate(zip(scratch.of_a, scratch.of_b, strict=True)):
 
             @pl.when(slot == number)
             def _(scales: tuple = scales) -> None:
-                for source, to in zip((own.s, own.t), scales, strict=True):
+                for source, to in zip((scratch.s, scratch.t), scales, strict=True):
                     mosaic.async_copy_scales_to_tmem(source.at[slot], to)
-                mosaic.tcgen05_mma(own.total, *operands, a_scale=scales[0], b_scale=scales[1], accumulate=index > 0)
+                mosaic.tcgen05_mma(scratch.total, *operands, a_scale=scales[0], b_scale=scales[1], accumulate=index > 0)
 
     lax.fori_loop(jnp.int32(0), cell.steps, step, None)
-    mosaic.tcgen05_commit_arrive(own.summed)
+    mosaic.tcgen05_commit_arrive(scratch.summed)
 
 
-def _save(own: Scratch, cell: Cell, width: int) -> None:
+def _save(scratch: Scratch, cell: Cell, width: int) -> None:
     """Writes the sum of a cell, zeros without steps, to the result."""
-    mosaic.barrier_wait(own.summed)
-    (row, first), columns = cell.place, own.block.shape[1]
+    mosaic.barrier_wait(scratch.summed)
+    (row, first), columns = cell.place, scratch.block.shape[1]
     for column in range(0, width, columns):
-        value = mosaic.async_load_tmem(own.total.at[:, pl.ds(column, columns)])
+        value = mosaic.async_load_tmem(scratch.total.at[:, pl.ds(column, columns)])
         mosaic.wait_load_tmem()
         value = jnp.where(jnp.broadcast_to(cell.steps, value.shape) > 0, value, jnp.zeros_like(value))
-        store(value, cell.to, (row, first + column), own.block, cell.span)
-    mosaic.barrier_arrive(own.stored)
+        store(value, cell.to, (row, first + column), scratch.block, cell.span)
+    mosaic.barrier_arrive(scratch.stored)
