@@ -37,7 +37,7 @@ from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, MatmulConfig, PrecisionConfig
 from megajax.precision.fp8 import capability_of
-from megajax.precision.matmul import CODE_BLOCK
+from megajax.precision.matmul import CODE_BLOCK, CodeProducts
 from megajax.precision.recipes import codes_of, kernel_of
 from megajax.training.program import Program
 from megajax.training.reference import Reference
@@ -275,22 +275,30 @@ def _matmuls(precision: PrecisionConfig, device: jax.Device, experts: Collection
     elif codes is not None:
         text += f"; by {codes.label}, where tokens and sides are multiples of {CODE_BLOCK}"
     else:
-        float32 = _float32(recipe)
-        reason = "scales are float32" if float32 else f"{device.device_kind} has no products of blocks"
-        reason = "kernel=reference" if recipe.kernel == "reference" else reason
-        text += f"; rounded, then multiplied in {'float32' if float32 else 'bfloat16'}, because {reason}"
+        text += f"; rounded, then multiplied in {_wide(recipe)}, because {_why_wide(recipe, device.device_kind)}"
     ends = recipe.layers(0) and f"; first {recipe.first_layers} and last {recipe.last_layers} layers in bfloat16"
-    if codes is None or "reference" in experts:
-        named = recipe.kernel == "reference" or codes is not None
-        why = "kernel=reference" if named else "no kernel multiplies groups in fewer bits"
-        groups = f"multiplied in {'float32' if _float32(recipe) else 'bfloat16'}: {why}"
-    else:
-        groups = f"by {codes.label}, where sides are multiples of {CODE_BLOCK}"
-    return [("matmuls", text + (ends or "") + f"; experts too, {groups}" * bool(experts))]
+    groups = f"; experts too, {_of_experts(recipe, codes, experts)}" if experts else ""
+    return [("matmuls", text + (ends or "") + groups)]
 
 
-def _float32(recipe: MatmulConfig) -> bool:
-    return getattr(recipe, "scales", "") == "float32"
+def _of_experts(recipe: MatmulConfig, codes: CodeProducts | None, kernels: Collection[str]) -> str:
+    """What multiplies experts."""
+    if codes is not None and "reference" not in kernels:
+        return f"by {codes.label}, where sides are multiples of {CODE_BLOCK}"
+    named = recipe.kernel == "reference" or codes is not None
+    why = "kernel=reference" if named else "no kernel multiplies groups in fewer bits"
+    return f"multiplied in {_wide(recipe)}: {why}"
+
+
+def _wide(recipe: MatmulConfig) -> str:
+    """The dtype that holds what the recipe rounded."""
+    return "float32" if getattr(recipe, "scales", "") == "float32" else "bfloat16"
+
+
+def _why_wide(recipe: MatmulConfig, kind: str) -> str:
+    if recipe.kernel == "reference":
+        return "kernel=reference"
+    return "scales are float32" if _wide(recipe) == "float32" else f"{kind} has no products of blocks"
 
 
 def _recompute(program: Program, saved: Mapping[str, Sequence[SavedBytes]]) -> list[tuple[str, str]]:
