@@ -12,6 +12,8 @@ Hardware: each size names its own. The large sizes were compiled for virtual H10
           has the peak memory of each
 """
 
+from dataclasses import replace
+
 import megajax as mj
 
 
@@ -75,10 +77,11 @@ def gpt3_6_7b() -> mj.RunConfig:
 def gpt3_175b() -> mj.RunConfig:
     """96 layers x 12288 hidden, 96 heads. 300 B tokens, 3.1 M a step.
 
-    128 GPUs with 80 GB: pipeline 16 x tensor 4 x data 2; on 1024, data 16.
+    128 GPUs with 80 GB: pipeline 16 x tensor 4 x data 2; on 1024, data 16. In full ticks the forward of a microbatch
+    and the backward of another hide each other's collectives.
     """
     parallel = mj.ParallelConfig(pipeline=16, tensor=4, sequence=True, data_sharding="zero1")
-    batch = mj.BatchConfig(global_size=1536, micro_size=1)
+    batch = mj.BatchConfig(global_size=1536, micro_size=1, side_by_side=2)
     return _own_text("175b", parallel=parallel, batch=batch, schedule=_cosine(6e-5, 6e-6), steps=95_368, save_every=250)
 
 
@@ -111,7 +114,9 @@ def gpt3_6_7b_debug() -> mj.RunConfig:
 def gpt3_175b_debug() -> mj.RunConfig:
     """gpt3_175b in tiny sizes: pipeline 2 x tensor 2, and data 2 on eight devices."""
     parallel = mj.ParallelConfig(pipeline=2, tensor=2, sequence=True, data_sharding="zero1")
-    return mj.debug_config(gpt3_175b(), _debug_model(), parallel=parallel)
+    model = _debug_model()
+    model = replace(model, stack=replace(model.stack, repeats=4))  # two layers a stage, side by side
+    return mj.debug_config(gpt3_175b(), model, parallel=parallel)
 
 
 def _debug_model() -> mj.DecoderConfig:

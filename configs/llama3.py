@@ -75,41 +75,44 @@ def llama3_8b_h200() -> mj.RunConfig:
 def llama3_70b() -> mj.RunConfig:
     """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6.
 
-    64 GPUs with 80 GB and their multiples: tensor 2 x context 2 x pipeline 16 with 5 virtual stages.
+    64 GPUs with 80 GB and their multiples: tensor 4 x context 2 x pipeline 4 x data 2. In full ticks the forward of a
+    microbatch and the backward of another hide each other's collectives.
     """
     return mj.own_text(
         "llama3_70b",
         mj.llama3("70b"),
-        parallel=_stages(16, 5, tensor=2),
+        parallel=_stages(4, tensor=4),
         schedule=mj.ScheduleConfig(lr=1.5e-4, min_lr=1.5e-6, warmup_steps=8000),
         rows=512,
+        side_by_side=2,
         steps=3_600_000,
     )
 
 
 def llama3_70b_h200() -> mj.RunConfig:
     """llama3_70b on 64 GPUs with 141 GB: tensor 2 x context 2 x pipeline 4 with 4 virtual stages x data 4."""
-    return mj.on_layout(llama3_70b(), _stages(4, 4, tensor=2), ("activation",))
+    return mj.on_layout(llama3_70b(), _stages(4, tensor=2, virtual_stages=4), ("activation",))
 
 
 def llama3_405b() -> mj.RunConfig:
     """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7.
 
-    1024 GPUs with 80 GB: tensor 8 x context 2 x pipeline 8 with 8 virtual stages x data 8.
+    1024 GPUs with 80 GB: tensor 8 x context 2 x pipeline 16 x data 4, with full ticks as in llama3_70b.
     """
     return mj.own_text(
         "llama3_405b",
         mj.llama3("405b"),
-        parallel=_stages(8, 8, tensor=8),
+        parallel=_stages(16, tensor=8),
         schedule=mj.ScheduleConfig(lr=8e-5, min_lr=8e-7, warmup_steps=8000),
         rows=2048,
+        side_by_side=2,
         steps=900_000,
     )
 
 
 def llama3_405b_h200() -> mj.RunConfig:
     """llama3_405b on 1024 GPUs with 141 GB: tensor 4 x context 2 x pipeline 16 with 4 virtual stages x data 8."""
-    return mj.on_layout(llama3_405b(), _stages(16, 4, tensor=4))
+    return mj.on_layout(llama3_405b(), _stages(16, tensor=4, virtual_stages=4))
 
 
 def llama3_8b_32k() -> mj.RunConfig:
@@ -157,13 +160,13 @@ def llama3_8b_debug() -> mj.RunConfig:
 
 
 def llama3_70b_debug() -> mj.RunConfig:
-    """llama3_70b in tiny sizes: pipeline 2 x 2 virtual stages x context 2 x tensor 2 on eight devices."""
-    return mj.debug_config(llama3_70b(), _debug_model(), parallel=_stages(2, 2, tensor=2))
+    """llama3_70b in tiny sizes: pipeline 2 x context 2 x tensor 2 on eight devices."""
+    return mj.debug_config(llama3_70b(), _debug_model(), parallel=_stages(2, tensor=2))
 
 
 def llama3_405b_debug() -> mj.RunConfig:
     """llama3_405b in tiny sizes, in the layout of llama3_70b_debug."""
-    return mj.debug_config(llama3_405b(), _debug_model(), parallel=_stages(2, 2, tensor=2))
+    return mj.debug_config(llama3_405b(), _debug_model(), parallel=_stages(2, tensor=2))
 
 
 def _long_rows(
@@ -220,14 +223,14 @@ def _long_twin(run: mj.RunConfig, **rope: Any) -> mj.RunConfig:
     )
 
 
-def _stages(pipeline: int, virtual_stages: int, *, tensor: int) -> mj.ParallelConfig:
-    """An interleaved pipeline, with rows over rings of two devices."""
+def _stages(pipeline: int, *, tensor: int, virtual_stages: int = 1) -> mj.ParallelConfig:
+    """A pipeline, interleaved with several virtual stages, with rows over rings of two devices."""
     return mj.ParallelConfig(
         pipeline=pipeline,
         context=2,
         tensor=tensor,
         sequence=True,
         context_strategy="ring",
-        schedule="interleaved",
+        schedule="interleaved" if virtual_stages > 1 else "1f1b",
         virtual_stages=virtual_stages,
     )

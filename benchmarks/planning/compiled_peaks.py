@@ -80,15 +80,15 @@ def _stages(schedule: str, virtual: int, wait: int = 1) -> tuple[str, ...]:
 
 
 PLAIN = ("parallel.context=1", "parallel.context_strategy=all_gather")
-EIGHT = ("parallel.tensor=8",)
+EIGHT = ("parallel.tensor=8", "batch.side_by_side=1")
 SMALL = ("parallel.data_sharding=zero1", "parallel.sequence=true", "batch.micro_size=1")
 TENSOR_4 = ("parallel.tensor=4", *SMALL)
 SELECTIVE_4 = (*TENSOR_4, "model.recompute=selective")
 """Of llama3_8b, which ships FSDP and two rows."""
 FSDP = ("model.recompute=selective", "batch.micro_size=1")
 STAGES_70B, STAGES_405B = (
-    ("parallel.tensor=8", "parallel.pipeline=4", *PLAIN),
-    ("parallel.tensor=8", "parallel.pipeline=16", "model.recompute=full", *PLAIN),
+    (*EIGHT, "parallel.pipeline=4", *PLAIN, *_stages("interleaved", 5)),
+    (*EIGHT, "parallel.pipeline=16", "model.recompute=full", *PLAIN, *_stages("interleaved", 8)),
 )
 EXPERTS = ("parallel.expert=8", "parallel.tensor=1", "parallel.sequence=false", "parallel.data_sharding=zero1",
            "model.recompute=norm,activation,mlp", SMALL[-1])  # fmt: skip
@@ -120,7 +120,7 @@ PLANS = (
          (*EIGHT, "batch.global_size=64", *_stages("interleaved", 6))),
     Plan("gpt3_175b_h200", 128),
     Plan("llama3_70b", 64),
-    Plan("llama3_70b", 128, "tensor 8, pipeline 4", (*STAGES_70B, *_stages("interleaved", 5))),
+    Plan("llama3_70b", 128, "tensor 8, pipeline 4", STAGES_70B),
     Plan("llama3_70b", 128, "tensor 8, pipeline 4, 1f1b", (*STAGES_70B, *_stages("1f1b", 1))),
     Plan("llama3_70b", 128, "tensor 8, pipeline 4, 1f1b, loss does not wait", (*STAGES_70B, *_stages("1f1b", 1, 0))),
     Plan("llama3_70b", 128, "tensor 8, pipeline 4, 2 virtual stages", (*STAGES_70B, *_stages("interleaved", 2))),

@@ -121,13 +121,14 @@ class Task:
                 "virtual_stages": self._chunks(pipeline),
                 "dispatch_chunks": self._dispatch_chunks(),
                 "micro_size": divisors(rows, tokens),
-                "side_by_side": [1, 2] if tensor > 1 and pipeline == 1 else [1],
+                "side_by_side": [1, 2] if tensor > 1 else [1],
             }
             for values in product(*(self._values(name, choices) for name, choices in options.items())):
                 fields: dict[str, Any] = policy | dict(self.fixed) | dict(zip(options, values, strict=True))
                 fields |= {"tensor": tensor, "pipeline": pipeline, "context": context}
                 fields["data"] = replicas // fields["expert"]
-                pairs = rows // fields["micro_size"] % fields["side_by_side"] == 0
+                even = rows // fields["micro_size"] % 2 == 0
+                pairs = even if pipeline == 1 else fields["virtual_stages"] == 1
                 if fields["side_by_side"] > 1 and (fields["data_sharding"] == "fsdp" or not pairs):
                     continue
                 if fields["data"] == self.fixed.get("data", fields["data"]):

@@ -17,7 +17,14 @@ from megajax.training.run_config import RunConfig
 
 
 def own_text(
-    name: str, model: ModelConfig, *, schedule: ScheduleConfig, rows: int, steps: int, **changes: Any
+    name: str,
+    model: ModelConfig,
+    *,
+    schedule: ScheduleConfig,
+    rows: int,
+    steps: int,
+    side_by_side: int = 1,
+    **changes: Any,
 ) -> RunConfig:
     """A run on token files in data/ with their tokenizer: `rows` rows per step, one per microbatch.
 
@@ -29,7 +36,7 @@ def own_text(
         "data": BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
         "tokenizer": HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
         "optimizer": AdamWConfig(beta2=0.95, weight_decay=0.1),
-        "batch": BatchConfig(global_size=rows, micro_size=1),
+        "batch": BatchConfig(global_size=rows, micro_size=1, side_by_side=side_by_side),
         "evaluation": EvaluationConfig(every=1000, batches=4),
         "checkpoint": CheckpointConfig(every=250),
         "run_dir": f"runs/{name}",
@@ -44,6 +51,7 @@ def on_layout(
     *,
     layers: int | None = None,
     micro_size: int = 1,
+    side_by_side: int = 1,
 ) -> RunConfig:
     """The same run on another layout, such as that of GPUs with more memory: its losses stay the same.
 
@@ -54,7 +62,7 @@ def on_layout(
     return cfg.but(
         parallel=parallel,
         model=demand_facts(cfg.model).with_recomputing(Recomputing(recompute=recompute, layers=layers)),
-        batch=replace(cfg.batch, micro_size=micro_size),
+        batch=replace(cfg.batch, micro_size=micro_size, side_by_side=side_by_side),
     )
 
 

@@ -10,8 +10,9 @@ from megajax.planning.cost.description import Description
 TENSOR_4 = ("parallel.tensor=4", "parallel.sequence=true", "parallel.data_sharding=zero1", "model.recompute=selective",
             "batch.micro_size=1")  # fmt: skip
 """Settings of llama3_8b, which ships FSDP."""
-STAGES_70B = ("parallel.tensor=8", "parallel.pipeline=4", "parallel.context=1", "parallel.context_strategy=all_gather")
-"""Of llama3_70b, which ships 16 stages and rings."""
+STAGES_70B = ("parallel.tensor=8", "parallel.pipeline=4", "parallel.context=1", "parallel.context_strategy=all_gather",
+              "parallel.schedule=interleaved", "parallel.virtual_stages=5", "batch.side_by_side=1")  # fmt: skip
+"""Of llama3_70b, which ships rings and pairs of microbatches."""
 STAGES_405B = (*STAGES_70B, "parallel.pipeline=16", "parallel.virtual_stages=4", "model.recompute=full")
 
 

@@ -41,7 +41,7 @@ COMPILED: dict[str, tuple[str, int, tuple[str, ...], tuple[float, float, float]]
         (*STAGES_70B, "parallel.tensor=4", "parallel.virtual_stages=20"),
         (43.11, 22.49, 15.57),
     ),
-    "gpt3_175b": ("gpt3_175b", 128, ("parallel.tensor=8",), (51.56, 12.65, 32.97)),
+    "gpt3_175b": ("gpt3_175b", 128, ("parallel.tensor=8", "batch.side_by_side=1"), (51.56, 12.65, 32.97)),
     "llama3_405b": ("llama3_405b", 1024, STAGES_405B, (42.42, 10.01, 24.89)),
 }
 """Config, H100s, settings; TiB a step of its compiled program (jax 0.12.0.1, cuBLAS for all matmuls, without cuBLAS's
