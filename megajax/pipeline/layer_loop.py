@@ -259,9 +259,15 @@ class LayerLoop:
         return {path: jnp.where(real.reshape(-1, *[1] * (g.ndim - 1)), g, 0) for path, g in totals.items()}
 
     def _loop[T](self, turn: Turn, step: Callable[[Array, T], T], carry: T) -> T:
-        """Runs all units; the loop is unrolled only if all chunks have the same number of units."""
-        unroll = turn.span.unroll if isinstance(turn.count, int) else None
-        return lax.fori_loop(0, turn.count, step, carry, unroll=unroll)
+        """Runs all units; the loop is unrolled only if all chunks have the same number of units.
+
+        Otherwise its name tells the reader of the compiled program how many units a chunk has, on average.
+        """
+        counts = turn.span.counts
+        if isinstance(counts, int):
+            return lax.fori_loop(0, turn.count, step, carry, unroll=turn.span.unroll)
+        with jax.named_scope(f"runs_{sum(counts)}_of_{len(counts)}"):
+            return lax.fori_loop(0, turn.count, step, carry)
 
     def _ring(self, turn: Turn, slots: int, saved: Any, fill: float, before: int) -> list[Array]:
         """Rings of a unit's residuals. Its input has the layout RESIDUAL; the compiler chooses the other layouts.

@@ -1,5 +1,6 @@
 """Hybrids, whose layers differ and repeat no pattern, train on every layout as on one device."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_stages_that_differ() -> None:
     for path, gradient in expected.gradients.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(staged.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
+
+
+def test_loops_say_how_many_layers_a_stage_has_on_average() -> None:
+    """In a name that plans of compiled programs read: the number itself is data."""
+    program = build_program(hybrid("--*"), ParallelConfig(pipeline=2, data=1, layers=(2, 1)), microbatches=2)
+    with within(program):
+        inputs, batch = start(program).inputs, place(program, rows())
+        lowered = jax.jit(lambda scale: program.grad_fn()(inputs, batch, scale)).lower(np.float32(1))
+    names = set(re.findall(r"runs_(\d+)_of_2", lowered.as_text(debug_info=True)))
+    assert names == {"1", "2"}
 
 
 MAMBA = "M-M*-M-"
