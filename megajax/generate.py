@@ -188,7 +188,7 @@ def base(flags: Mapping[str, Any]) -> Source:
             problems.append(Problem(f"--{name.replace('_', '-')}", "is only written to files", "set --output as well"))
     problems += replica_problems(flags)
     if flags["ray"] is not None and flags["prompts"] is None:
-        problems.append(Problem("--ray", "spreads prompts of a file", "set --prompts=FILE, or remove --ray"))
+        problems.append(Problem("--ray", "needs the prompts of a file", "set --prompts=FILE, or remove --ray"))
     if flags["ray"] is not None and flags["stats"]:
         problems.append(Problem("--stats", "counts the steps of one engine, but --ray starts several"))
     if flags["chat"] and sampling.choices() > 1:
