@@ -368,7 +368,7 @@ def test_a_foreign_folder_without_its_format(folder) -> None:
     [
         ({"rope_scaling": {"rope_type": "stretched", "factor": 2.0}, "hidden_act": "relu6", "new_kind_of_gate": 3},
          r"(?=(.|\n)*stretched)(?=(.|\n)*relu6)(?=(.|\n)*new_kind_of_gate)"),
-        ({"model_type": "lama"}, r"model_type=lama is not supported; supported: afmoe, arcee, bamba, "),
+        ({"model_type": "lama"}, r"model_type=lama is not supported; supported: afmoe, apertus, arcee, bamba, "),
         ({"num_hidden_layers": 2}, r"model.layers.2.mlp.down_proj.weight: the model has no such weight"),
         ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: missing"),
         ({"intermediate_size": 25}, r"model.layers.0.mlp.up_proj.weight: shape \[24, 16\], but \[25, 16\] by the"),

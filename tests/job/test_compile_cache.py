@@ -167,7 +167,7 @@ def test_a_folder_that_the_user_gives_is_left_to_jax(cache, monkeypatch):
 def test_jax_evicts_the_least_recently_used_programs(cache, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    limit = 2**15
+    limit = 2**14
     use_cache(XlaConfig(compile_cache_dir=str(cache), compile_cache_gib=limit / 2**30))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     folder = cache / machine()

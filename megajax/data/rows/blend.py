@@ -222,7 +222,7 @@ class BlendBuilder[Data: Dataset]:
             UserError: missing or damaged files, an empty split with requested rows, or too few tokens.
         """
         config = self.config
-        requested = [name for name, count in rows._asdict().items() if count is None or count > 0]
+        requested = [name for name, count in zip(Rows._fields, rows, strict=True) if count is None or count > 0]
         lists = [config.paths] if config.paths else [getattr(config, f"{name}_paths") for name in requested]
         paths = [path for items in lists if items for path in parse_paths(items)[0]]
         share_indices(paths, lambda path: self.read(path, prefetch=False), self.blocks)
