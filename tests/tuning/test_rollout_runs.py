@@ -34,13 +34,14 @@ def reward(prompt, answer, row):
 '''
 
 
-def steps(*settings: str, devices: int = 1, moved: float = 0.0) -> list[dict[str, Any]]:
-    """The numbers of each step of a run in this process. moved: change of each initial weight, relative to it."""
+def steps(*settings: str, devices: int = 1, moved: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
+    """The numbers of each step of a run in this process. moved: change of each initial weight, relative to it; seed: of
+    its signs."""
     cfg = load("grpo.py:debug", *SETTINGS, *settings, devices=devices)
     run = setup(cfg, devices=jax.devices()[:devices])
     try:
         if moved:
-            draw, changed = np.random.default_rng(0), {}
+            draw, changed = np.random.default_rng(seed), {}
             for path, x in run.state.params.items():
                 factors = 1 + moved * draw.choice([-1.0, 1.0], x.shape)
                 changed[path] = jax.device_put((np.asarray(x) * factors).astype(x.dtype), x.sharding)
@@ -161,14 +162,16 @@ def test_layouts_train_alike(layout: tuple[str, ...]) -> None:
 @pytest.mark.slow
 def test_layouts_differ_as_much_as_rounded_weights() -> None:
     """Adam divides gradients near 0 by their size, so that an update depends on their last bits: after the first one,
-    a layout differs from one device by 1.6e-4, as one device does with weights that are changed in their last bit."""
+    gradient norms of a layout differ from those of one device by at most twice as much as those of one device with
+    weights that are changed in their last bit, of three draws."""
     words = ("steps=4", "parallel.data_sharding=replicate")
     layout = ("parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.tensor=2")
-    expected, moved, actual = steps(*words), steps(*words, moved=1.2e-7), steps(*words, *layout, devices=4)
-    norms, others, ours = ([line["grad_norm"] for line in lines] for lines in (expected, moved, actual))
+    expected, actual = steps(*words), steps(*words, *layout, devices=4)
+    moved = [steps(*words, moved=1.2e-7, seed=seed) for seed in range(3)]
+    norms, ours, *others = (np.array([line["grad_norm"] for line in lines]) for lines in (expected, actual, *moved))
     np.testing.assert_allclose(ours[:2], norms[:2], rtol=1e-6)
-    rounding = np.abs(np.array(others) / norms - 1)[2:]
-    assert (np.abs(np.array(ours) / norms - 1)[2:] < 2 * rounding).all() and rounding.max() < 1e-3
+    rounding = max(np.abs(other / norms - 1)[2:].max() for other in others)
+    assert np.abs(ours / norms - 1)[2:].max() < 2 * rounding < 2e-3
 
 
 @pytest.mark.slow
