@@ -15,6 +15,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from megajax.storage import stores
+
 BUCKET = "bucket"
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "AKIATESTKEY",
@@ -70,6 +74,8 @@ def gcs_server() -> Generator[dict[str, str]]:
 
 
 SERVERS = {"s3": s3_server, "gs": gcs_server}
+ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}
+"""Variable with the address of a server."""
 
 
 def cut_connection(handler: http.server.BaseHTTPRequestHandler) -> None:
@@ -168,3 +174,31 @@ class FaultyProxy:
 def environment(variables: dict[str, str]) -> dict[str, str]:
     """Of a child process that uses a server."""
     return os.environ | {"JAX_PLATFORMS": "cpu"} | variables
+
+
+@contextmanager
+def serving(kind: str, cache: Path) -> Generator[str]:
+    """The URL of a bucket of a server that this process uses, with its files' cache in a folder."""
+    with pytest.MonkeyPatch.context() as patch, SERVERS[kind]() as variables:
+        for name, value in (variables | {"XDG_CACHE_HOME": str(cache)}).items():
+            patch.setenv(name, value)
+        stores._objects.cache_clear()
+        yield f"{kind}://{BUCKET}"
+    stores._objects.cache_clear()
+
+
+@contextmanager
+def faulty(bucket: str, retries: int) -> Generator[FaultyProxy]:
+    """A proxy before the server of `serving`, which is asked again at once."""
+    endpoint = ENDPOINT[bucket[:2]]
+    with pytest.MonkeyPatch.context() as patch:
+        proxy = FaultyProxy(os.environ[endpoint])
+        patch.setenv(endpoint, proxy.url)
+        patch.setattr(stores, "FIRST_WAIT", 0.01)
+        patch.setattr(stores, "RETRIES", retries)
+        stores._objects.cache_clear()
+        try:
+            yield proxy
+        finally:
+            stores._objects.cache_clear()
+            proxy.close()

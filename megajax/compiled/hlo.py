@@ -107,7 +107,7 @@ class Instruction:
 
     @property
     def share(self) -> float | None:
-        """Share of the ticks in which a conditional or a loop of at most one trip runs; None if its name has none."""
+        """By its name, the share of ticks that a conditional runs in, or the mean trips of a loop; None without one."""
         ticks = _RUNS.search(self.origin)
         return int(ticks[1]) / int(ticks[2]) if ticks else None
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from object_stores import SERVERS, FaultyProxy, environment, free_port
+from object_stores import ENDPOINT, SERVERS, FaultyProxy, environment, free_port
 
 pytest.importorskip("moto")
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ class Attempt:
 def test_kills_in_saves_lose_nothing(store: str, faulty: bool, tmp_path: Path) -> None:
     draw, committed, hits = random.Random(7), 0, 0
     with SERVERS[store]() as variables:
-        endpoint = {"s3": "AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}[store]
+        endpoint = ENDPOINT[store]
         proxy = FaultyProxy(variables[endpoint])
         variables |= {endpoint: proxy.url, "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
         try:

@@ -1,7 +1,6 @@
 """Checkpoints in object stores, on real servers: saved, resumed, retired, damaged, inspected and refused."""
 
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from object_stores import SERVERS, FaultyProxy
+from object_stores import faulty, serving
 
 from megajax.checkpoint import inspection, stored_steps
 from megajax.checkpoint.background_saves import CheckpointError
@@ -36,13 +35,8 @@ RARE = ("shorter", "longer", "missing")
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def bucket(request, tmp_path_factory):
     """s3://bucket or gs://bucket, for all tests of this file."""
-    with pytest.MonkeyPatch.context() as patch, SERVERS[request.param]() as variables:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        stores._objects.cache_clear()
-        yield f"{request.param}://bucket"
-    stores._objects.cache_clear()
+    with serving(request.param, tmp_path_factory.mktemp("cache")) as url:
+        yield url
 
 
 def manager(folder: Path, url: str, **settings):
@@ -139,16 +133,10 @@ def test_another_run_is_refused_until_its_lease_ends(bucket: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_path: Path) -> None:
     with manager(tmp_path, f"{bucket}/faults") as saving:
         saving.save(1, STATE)
-    endpoint = "AWS_ENDPOINT_URL" if bucket.startswith("s3") else "TENSORSTORE_GCS_HTTP_URL"
-    proxy = FaultyProxy(os.environ[endpoint])
-    monkeypatch.setenv(endpoint, proxy.url)
-    monkeypatch.setattr(stores, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(stores, "RETRIES", 3)
-    stores._objects.cache_clear()
-    try:
+    with faulty(bucket, 3) as proxy:
         for fault, count in (("503", 3), ("500", 2)):
             proxy.inject(fault, count)
             equal(CheckpointReader(tmp_path / "checkpoints").restore(1, LIKE)[0], STATE)
@@ -174,9 +162,6 @@ def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_pa
             proxy.inject("503", 0)
             saving.save(3, STATE)
         assert stored_names(f"{bucket}/faults") == ["00000001", "00000003"]
-    finally:
-        stores._objects.cache_clear()
-        proxy.close()
 
 
 def test_shards_are_written_once_and_restored_on_another_mesh(bucket: str, tmp_path: Path) -> None:

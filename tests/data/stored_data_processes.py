@@ -1,8 +1,10 @@
 """Run by test_stored_data_in_processes.py in each of two processes: reads rows of data in a store.
 
-Arguments: process, port, URLs. For each URL it prints `rows CHECKSUM`, or `error MESSAGE`.
+Arguments: process, port, URLs. A mixture has commas between its URLs; CACHE is the process's own folder. For each URL
+it prints `rows CHECKSUM`, or `error MESSAGE`.
 """
 
+import os
 import sys
 import zlib
 
@@ -19,7 +21,8 @@ from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 
 def rows(url: str) -> int:
     if "*" in url:
-        data, tokenizer = StreamConfig(paths=(url,), lanes=4), ByteTokenizerConfig().build()
+        paths = tuple(url.replace("CACHE", os.environ["XDG_CACHE_HOME"]).split(","))
+        data, tokenizer = StreamConfig(paths=paths, lanes=4), ByteTokenizerConfig().build()
     else:
         data, tokenizer = BlendConfig(paths=(url,), split="1,0,0"), NullTokenizerConfig(vocabulary_size=70000).build()
     splits = data.build(tokenizer=tokenizer, schema=text_schema(32, 2**31), rows=Rows(50), seed=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import gangs
 import numpy as np
 import pytest
-from object_stores import SERVERS, FaultyProxy, environment, free_port
+from object_stores import ENDPOINT, SERVERS, FaultyProxy, environment, free_port
 from test_streams import TEXTS, write
 
 from megajax.data.text.indexed_dataset import IndexedWriter
@@ -15,7 +15,6 @@ from megajax.storage import stores
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("stored_data_processes.py")
-ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}
 
 
 def run(variables: dict[str, str], caches: list[Path], *urls: str) -> list[list[str]]:
@@ -62,6 +61,9 @@ def test_process_0_alone_reads_what_all_need(kind: str, tmp_path: Path, monkeypa
             proxy.log.clear()
             assert run(variables, caches, *urls)[1] == second
             again = [entry for entry in proxy.log if "text.idx" in entry[1]]
+            (caches[0] / "only").mkdir(parents=True, exist_ok=True)
+            write(caches[0] / "only" / "a.parquet", TEXTS)
+            lacking = run(variables, caches, f"CACHE/only/*.parquet,{urls[1]}", urls[1])
             (tmp_path / "file").touch()
             broken = run(variables, [caches[0], tmp_path / "file"], urls[0])
         finally:
@@ -77,6 +79,8 @@ def test_process_0_alone_reads_what_all_need(kind: str, tmp_path: Path, monkeypa
     # S3 says the size of an object; in the other store, the end of it is looked for.
     assert len(whole) == 1 and (max(others) == 1 or (kind == "gs" and sum(others) < size)), read
     assert len(again) == 1, again  # its generation
+    assert lacking[0] == lacking[1] and "process 1: data: no files match" in lacking[0][0], lacking
+    assert lacking[0][1] == alone[1], "the processes go on together"
     assert broken[0] == broken[1] and "Not a directory" in broken[0][0], broken
 
 

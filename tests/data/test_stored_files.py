@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from object_stores import SERVERS, FaultyProxy
+from object_stores import faulty, serving
 from test_streams import TEXTS, rows_of, write
 
 from megajax.config.errors import UserError
@@ -25,16 +25,11 @@ pytest.importorskip("moto")
 
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def bucket(request, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, SERVERS[request.param]() as variables:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    with pytest.MonkeyPatch.context() as patch, serving(request.param, tmp_path_factory.mktemp("cache")) as url:
         patch.setattr(ranged_files, "BLOCK", 300)
         patch.setattr(local_copies, "PART", 1000)
         patch.setattr(stores, "NEAR", 64)
-        stores._objects.cache_clear()
-        yield f"{request.param}://bucket"
-    stores._objects.cache_clear()
+        yield url
 
 
 def put(path: Path, url: str) -> None:
@@ -174,20 +169,11 @@ def test_messages_have_no_credentials(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_denied_and_failing_stores_are_one_line(bucket: str, monkeypatch) -> None:
-    endpoint = "AWS_ENDPOINT_URL" if bucket.startswith("s3") else "TENSORSTORE_GCS_HTTP_URL"
-    proxy = FaultyProxy(os.environ[endpoint])
-    monkeypatch.setenv(endpoint, proxy.url)
-    monkeypatch.setattr(stores, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(stores, "RETRIES", 2)
-    stores._objects.cache_clear()
-    try:
+def test_denied_and_failing_stores_are_one_line(bucket: str) -> None:
+    with faulty(bucket, 2) as proxy:
         for fault, advice in (("denied", "Check the credentials"), ("503", "Check the network and the store")):
             proxy.inject(fault, 1000)
             for read in (local_folder, local_file):
                 with pytest.raises(UserError, match=advice) as raised:
                     read(f"{bucket}/model/config.json")
                 assert "\n" not in str(raised.value) and "AKIATESTKEY" not in str(raised.value)
-    finally:
-        stores._objects.cache_clear()
-        proxy.close()

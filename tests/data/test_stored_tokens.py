@@ -1,11 +1,11 @@
 """Token files in object stores: rows byte for byte as from disk, blocks on the disk, faults."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from object_stores import faulty, serving
 
 from megajax.config.errors import UserError
 from megajax.data.masked.config import PairsConfig
@@ -19,7 +19,6 @@ from megajax.storage.disk import write_whole
 from megajax.storage.ranged_files import BlockCache
 from megajax.storage.reading import ChangedFile
 from megajax.tokenizers.config import NullTokenizerConfig
-from tests.object_stores import SERVERS, FaultyProxy
 
 DOCUMENTS = [
     np.arange(start, start + length, dtype=np.uint16) for start, length in ((7, 900), (40, 1), (3, 5000), (9, 3000))
@@ -41,14 +40,9 @@ def uploaded(prefix: Path, url: str) -> None:
 
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def bucket(request, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, SERVERS[request.param]() as variables:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    with pytest.MonkeyPatch.context() as patch, serving(request.param, tmp_path_factory.mktemp("cache")) as url:
         patch.setattr(ranged_files, "BLOCK", 1024)
-        stores._objects.cache_clear()
-        yield f"{request.param}://bucket"
-    stores._objects.cache_clear()
+        yield url
 
 
 def pieces() -> list[tuple[int, int, int | None]]:
@@ -167,16 +161,10 @@ def test_files_that_are_missing_replaced_or_of_another_index(bucket: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_path: Path) -> None:
     written(tmp_path / "text")
     uploaded(tmp_path / "text", f"{bucket}/faults/text")
-    endpoint = "AWS_ENDPOINT_URL" if bucket.startswith("s3") else "TENSORSTORE_GCS_HTTP_URL"
-    proxy = FaultyProxy(os.environ[endpoint])
-    monkeypatch.setenv(endpoint, proxy.url)
-    monkeypatch.setattr(stores, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(stores, "RETRIES", 3)
-    stores._objects.cache_clear()
-    try:
+    with faulty(bucket, 3) as proxy:
         tokens = IndexedTokens(f"{bucket}/faults/text", blocks=BlockCache(tmp_path / "blocks"))
         for number, (fault, count) in enumerate((("503", 3), ("500", 2), ("cut", 1))):
             proxy.inject(fault, count)
@@ -188,6 +176,3 @@ def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_pa
         assert "\n" not in str(raised.value) and "AKIATESTKEY" not in str(raised.value)
         proxy.inject("503", 0)
         np.testing.assert_array_equal(tokens.document(3), DOCUMENTS[3])
-    finally:
-        stores._objects.cache_clear()
-        proxy.close()

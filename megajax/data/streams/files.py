@@ -13,6 +13,7 @@ from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import parse_json
 from megajax.data.preprocessing.text_files import unpacked
+from megajax.mesh.processes.peers import Peers
 from megajax.mesh.processes.reading_once import read_by_first
 from megajax.storage.local_copies import local_copy
 from megajax.storage.ranged_files import BlockCache, StoredFile, StoredStream
@@ -214,9 +215,20 @@ def guarded[T](name: str, read: Callable[[], T]) -> T:
 
 
 def on_disk(pattern: str, key: str) -> list[tuple[Source, int]]:
-    """The files that match a pattern, and the number of chunks of each."""
-    paths = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
-    return [(file := DiskFile(path), open_file(file, key).chunks) for path in paths]
+    """The files that match a pattern, and the number of chunks of each.
+
+    A collective: a file that one process lacks or can't read is a UserError of all. The next source may be in a store.
+    """
+    files = list[tuple[Source, int]]()
+
+    def look() -> None:
+        paths = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
+        if not paths:
+            raise UserError(f"data: no files match {pattern} (looked for in {Path.cwd()})")
+        files.extend((file := DiskFile(path), open_file(file, key).chunks) for path in paths)
+
+    Peers().check(look)
+    return files
 
 
 def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[Source, int]]:
@@ -246,8 +258,7 @@ class Documents:
         url = store_url(pattern)
         files = on_disk(pattern, key) if url is None else in_store(url, key, blocks)
         if not files:
-            place = f" (looked for in {Path.cwd()})" * (url is None)
-            raise UserError(f"data: no files match {pattern}{place}")
+            raise UserError(f"data: no files match {pattern}")
         self.sources, self._key, self._files = [source for source, _ in files], key, dict[int, StreamFile]()
         self.places = [(number, chunk) for number, (_, chunks) in enumerate(files) for chunk in range(chunks)]
         """File and chunk of each chunk of the list."""

@@ -54,7 +54,7 @@ def copy_from_first(paths: Sequence[Path]) -> None:
 
 
 def _copy(peers: Peers, path: Path, *, writes: bool) -> None:
-    """A failure is told only after the last part: until then, all processes take part in each broadcast."""
+    """One file. A failure is reported after the last part: until then every process takes part in each broadcast."""
     sizes, faults = [0], list[OSError]()
 
     def look() -> None:
