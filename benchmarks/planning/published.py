@@ -214,7 +214,7 @@ def published(record: Mapping[str, Any]) -> Published:
         fsdp=record["sharding"] in ("fsdp", "hsdp"),
         shards=record.get("fsdp_size") if record["sharding"] == "hsdp" else None,
         replicated=record["sharding"] == "replicate",
-        compute={"bf16": "bfloat16", "fp16": "float16"}.get(record["precision"], "fp8"),
+        compute={"bf16": "bfloat16", "fp16": "float16"}.get(record["precision"], record["precision"]),
         reduce=record.get("reduce_dtype"),
         per_node=record.get("gpus_per_node"),
     )

@@ -6,7 +6,7 @@ from megajax.compiled.gpus import GPUS, Device
 from megajax.layers.recompute import PARTS, Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
-from megajax.planning.cost.description import Description, System
+from megajax.planning.cost.description import OPERANDS, Description, System
 
 UNTUNED = 1.23
 """Overhead of programs outside of NVIDIA's tuned stack; fitted, see benchmarks/planning/held_out.py."""
@@ -67,7 +67,7 @@ class Published:
     replicated: bool = False
     compute: str = "bfloat16"
     reduce: str | None = None
-    """Dtype in which gradients are reduced; None: bfloat16 with fp8, float32 otherwise."""
+    """Dtype in which gradients are reduced; None: bfloat16 with a recipe, float32 otherwise."""
     per_node: int | None = None
 
     def described(self) -> Description:
@@ -94,6 +94,6 @@ class Published:
             global_size=self.rows,
             micro_size=self.micro_size,
             compute=self.compute,  # ty: ignore
-            reduce=self.reduce or ("bfloat16" if self.compute == "fp8" else "float32"),
+            reduce=self.reduce or ("bfloat16" if self.compute in OPERANDS else "float32"),
             system=self.system,
         )

@@ -1,7 +1,7 @@
 """The cost model against groups of published runs that its constants were not fitted to."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from benchmarks.planning.held_out import Group
 from benchmarks.planning.systems import MEGATRON, MEGATRON_R08, PYTORCH_FSDP, UNTUNED
 from megajax.compiled.gpus import GPUS
 from megajax.mesh.config import SIZED_AXES
+from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.ranges import QUANTILES, RANGES, ErrorRange
 
 pytestmark = pytest.mark.smoke
@@ -98,6 +99,19 @@ def test_a_record_is_read(tmp_path: Path) -> None:
     by_hand = 8 * (1024 * (1024 + 2 * 256 + 1024) + 3 * 1024 * 4096 + 2 * 1024) + 1000 * 1024 + 1024
     assert run.model.parameter_count().total == by_hand
     assert published.read(tmp_path / "absent.jsonl") == []
+
+
+def test_a_recipe_is_described_as_itself_with_the_rounding_of_its_program() -> None:
+    """NVFP4 multiplies faster than MXFP8, and takes longer where rounding is several passes, as in this program."""
+    found, large = {}, RECORD["model"] | {"hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28_672}
+    for precision in ("fp8", "mxfp8", "nvfp4"):
+        record = RECORD | {"precision": precision, "gpu": "gb300", "software": "Megatron-Bridge"}
+        run = published.published(record | {"model": large, "gpu_variant": None}).described()
+        assert (run.compute, run.reduced_width) == (precision, 2)
+        own, passes = (estimate(replace(run, system=replace(run.system, one_pass=one))) for one in (True, False))
+        found[precision] = own.step_seconds
+        assert (passes.step_seconds > own.step_seconds) == (precision != "fp8")
+    assert found["nvfp4"] < found["mxfp8"]
 
 
 def test_experts_are_laid_out() -> None:

@@ -70,6 +70,9 @@ class System:
     narrow_experts: bool = True
     """Experts multiply in the format of the other matmuls on every device; otherwise only in fp8 on Hopper, and their
     rounded numbers in bfloat16 elsewhere."""
+    one_pass: bool = True
+    """One kernel reads numbers and writes the codes of both directions, as TransformerEngine's do; otherwise rounding
+    takes as many bytes as in compiled MegaJAX programs."""
     overhead: float = 1.0
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
@@ -81,6 +84,7 @@ MEGAJAX = System(
     most_in_place=8,
     xla=True,
     narrow_experts=False,
+    one_pass=False,
     overhead=OVERHEAD,
 )
 """As counted in compiled programs (megajax.planning.cost.device_work); most_in_place is MOST_LOOPS of

@@ -34,6 +34,9 @@ LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 CAST_BYTES = {"fp8": 4.0, "fp8_blocks": 7.7, "mxfp8": 9.0, "nvfp4": 20.0}
 """Bytes of rounding one element for two products. fp8: read in bfloat16, written twice, as it is and transposed; others
 as compiled for a B200, fp8_blocks for an H100 too, by `python -m benchmarks compiled_kernels --parts=recipes`."""
+ONE_PASS_BYTES = {"fp8": 4.0, "fp8_blocks": 4.0, "mxfp8": 4.1, "nvfp4": 5.1}
+"""The same where one kernel reads in bfloat16 and writes both codes and their scales. nvfp4: after another one that
+reads for the largest magnitude of the tensor."""
 WIDENED_BYTES = 6.0
 """Bytes of widening an element to bfloat16 again for two products, where a device does not multiply blocks."""
 SCORE_BYTES = 24
@@ -197,7 +200,7 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
     elif not run.in_place:
         backward.copies += 4 * gradient * weights + 4 * run.width * weights
     _experts(tower, block, halves)
-    if cast := CAST_BYTES.get(run.compute):
+    if cast := (ONE_PASS_BYTES if run.system.one_pass else CAST_BYTES).get(run.compute):
         for matmul in block.matmuls:
             widened = run.device.multiplied(_multiplied(run, matmul)[0]) == "bfloat16"
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
