@@ -267,7 +267,7 @@ def _matmuls(precision: PrecisionConfig, device: jax.Device, experts: Collection
     if isinstance(recipe, Fp8DelayedConfig):
         last = recipe.history == 1 or recipe.algorithm == "most_recent"
         text += f" ({1 if last else recipe.history}), margin {recipe.margin} bits"
-    if isinstance(recipe, Fp8CurrentConfig | Fp8DelayedConfig):
+    if isinstance(recipe, Fp8CurrentConfig):
         adding = "in reduced precision" if recipe.fast_accumulation else "in float32"
         text += f"; forward pass accumulates {adding}"
     elif kernel_of(recipe, device) == "cudnn":

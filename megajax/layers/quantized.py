@@ -72,7 +72,7 @@ class Quantized:
         if (whole := form.whole(shape, axes)) is not None:
             leaves[WHOLE] = (*whole, "float32")
         if self.double:
-            of_outputs = Channels("int8", form.inputs, form.outputs).scales(shape, axes)
+            of_outputs = Channels("int8", inputs=form.inputs, outputs=form.outputs).scales(shape, axes)
             leaves |= {DIFFERENCE: (*of_outputs, "float32"), MEAN: (*of_outputs, "float32")}
         if self.balanced:
             leaves[FACTOR] = (shape[:end], tuple(None if name == "embed" else name for name in axes[:end]), "float32")
@@ -162,10 +162,11 @@ FOUR_BITS: Mapping[str, FourBits] = {"int4": Integers(), "nf4": NormalFloat()}
 
 def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:
     """The storage format that the config calls `weights`."""
+    sides = {"inputs": inputs, "outputs": outputs}
     if weights in FORMATS:
-        return StoredBlocks(weights, inputs, outputs)
+        return StoredBlocks(weights, **sides)
     if weights == "fp8_blocks":
-        return StoredTiles(inputs, outputs)
+        return StoredTiles(**sides)
     if weights in FOUR_BITS:
-        return Groups(group, inputs, outputs, FOUR_BITS[weights])
-    return Channels("int8" if weights == "int8" else E4M3, inputs, outputs)
+        return Groups(group, FOUR_BITS[weights], **sides)
+    return Channels("int8" if weights == "int8" else E4M3, **sides)

@@ -224,10 +224,13 @@ def _by_hardware(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding:
 
 
 def fp8_blocks(cfg: Fp8BlocksConfig, kernel: BlockKernel = "reference") -> InBlocks:
-    """The recipe of DeepSeek-V3 (2024, section 3.3)."""
-    power, least = (True, 1e-4) if cfg.scales == "power_of_two" else (False, 1e-12)
-    forward = Format("e4m3", 128, "power_of_two" if power else "float32", "up", least)
-    gradients = forward._replace(element="e5m2" if cfg.format == "hybrid" else "e4m3")
+    """The recipe of DeepSeek-V3 (2024, section 3.3).
+
+    Its smallest amax, 1e-4, is for activations and weights: gradients of a mean over tokens are smaller.
+    """
+    least, smallest = (1e-4, 0.0) if cfg.scales == "power_of_two" else (1e-12, 1e-12)
+    forward = Format("e4m3", 128, cfg.scales, "up", least)
+    gradients = forward._replace(element="e5m2" if cfg.format == "hybrid" else "e4m3", least=smallest)
     return InBlocks(forward=forward, gradients=gradients, tiles=True, multiple=cfg.multiple, kernel=kernel)
 
 

@@ -127,17 +127,13 @@ class Fp8CurrentConfig(RecipeConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8DelayedConfig(RecipeConfig):
+class Fp8DelayedConfig(Fp8CurrentConfig):
     """fp8 with one scale per tensor, from its amax (largest magnitude) in previous steps.
 
     Example: `mj.PrecisionConfig(matmul=mj.Fp8DelayedConfig(history=16))`
     """
 
     label: ClassVar[str] = "fp8, scales from previous steps"
-    format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: activations and weights in e4m3, gradients in e5m2. e4m3: all, with more precision and less range."""
-    fast_accumulation: bool = True
-    """Allow forward matmuls on NVIDIA GPUs to accumulate in fewer bits than float32. Backward ones never do."""
     history: int = 1
     """Length of the amax history in steps."""
     algorithm: Literal["most_recent", "max"] = "most_recent"

@@ -31,6 +31,7 @@ from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, L
 
 OLDEST = (8, 9)
 """Compute capability of the first GPUs that multiply 8-bit floats."""
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
 SMALLEST = 2.0**-100
 """Tensors with a smaller amax are scaled as if their amax were this, so that scales stay within float32."""
 _EXPONENT = 0x7F800000
@@ -80,7 +81,7 @@ def _units(scale: Array, shape: tuple[int, ...]) -> Array:
 class PerTensor:
     """Recipe of the matmuls with one scale per tensor. Hashable."""
 
-    cfg: Fp8CurrentConfig | Fp8DelayedConfig
+    cfg: Fp8CurrentConfig
     history: AmaxHistory | None = None
     """With delayed scaling: the source of the amax for the scales."""
     codes: CodeProducts | None = None
@@ -92,17 +93,15 @@ class PerTensor:
     ) -> "Quantized":
         """The same for all products. amax: that scales are computed for; None: of the tensors."""
         del term, letters, of_weight
-        return quantize(x, self._form(tensor), self._scaling(tensor, amax))
+        return self._rounded(tensor, x, amax)
 
-    def _form(self, tensor: Tensor) -> jnp.dtype:
-        gradient = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
-        return jnp.dtype(gradient if tensor == "dy" else jnp.float8_e4m3fn)
-
-    def _scaling(self, tensor: Tensor, amax: Array | None) -> "Scaling":
+    def _rounded(self, tensor: Tensor, x: Array, amax: Array | None, groups: Groups | None = None) -> "Quantized":
         """amax: [3], or [E, 3]."""
-        if amax is None:
-            return ITS_OWN
-        return Scaling(amax[..., ("x", "w", "dy").index(tensor)], getattr(self.cfg, "margin", 0))
+        gradient = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
+        form, scaling = jnp.dtype(gradient if tensor == "dy" else jnp.float8_e4m3fn), ITS_OWN
+        if amax is not None:
+            scaling = Scaling(amax[..., ("x", "w", "dy").index(tensor)], getattr(self.cfg, "margin", 0))
+        return quantize(x, form, scaling, groups)
 
     @property
     def row_block(self) -> int:
@@ -110,17 +109,14 @@ class PerTensor:
 
     @property
     def exact(self) -> jnp.dtype:
-        return jnp.dtype(jnp.bfloat16)
+        return BFLOAT16
 
     def grouped_operand(
         self, tensor: Tensor, x: Array, groups: Groups, amax: Array | None, *, of_weight: bool = False
-    ) -> "QuantizedGroups":
+    ) -> "Quantized":
         """The same for all products."""
         del of_weight
-        form, scaling, stored = self._form(tensor), self._scaling(tensor, amax), _as_stored(x)
-        observed = groups.amax(stored)
-        scale = groups.spread(scale_of(observed, form, scaling), x.ndim)
-        return QuantizedGroups(_values(stored, scale, form, scaling), scale, observed)
+        return self._rounded(tensor, x, amax, groups)
 
     def product(self, letters: Letters, a: "Quantized", b: "Quantized", dtype: jnp.dtype, *, forward: bool) -> Array:
         fast = forward and self.cfg.fast_accumulation
@@ -131,7 +127,7 @@ class PerTensor:
         del sharding
         return self
 
-    def observed(self, x: "AnyQuantized", w: "AnyQuantized", dy: "AnyQuantized") -> Array:
+    def observed(self, x: "Quantized", w: "Quantized", dy: "Quantized") -> Array:
         return jnp.stack([x.amax, w.amax, dy.amax], axis=-1)
 
     def beside(self) -> Mapping[str, Observed]:
@@ -153,26 +149,19 @@ ITS_OWN = Scaling()
 
 
 class Quantized(NamedTuple):
-    """A tensor in 8 bits."""
+    """A tensor in 8 bits, or rows [T, K] or matrices [E, N, K] of groups."""
 
     values: Array
     """The tensor times the scale, clipped to the format's range."""
     scale: Array
-    """float32 []: a power of two."""
+    """float32 []: a power of two; of groups [T, 1] or [E, 1, 1]."""
     amax: Array
-    """Largest magnitude of the tensor, float32 []."""
-
-
-class QuantizedGroups(NamedTuple):
-    """The operand of a product of groups in 8 bits."""
-
-    values: Array
-    """Rows [T, K] or matrices [E, N, K]."""
-    scale: Array
-    """float32 [T, 1] or [E, 1, 1]."""
-    amax: Array
-    """Largest magnitudes of groups, float32 [E]."""
+    """Largest magnitude of the tensor, float32 []; of groups [E]."""
     factor: None = None
+
+    def wide(self, dtype: jnp.dtype = BFLOAT16) -> Array:
+        """The numbers, scaled back: exact."""
+        return self.values.astype(dtype) * (1 / self.scale).astype(dtype)
 
     def coded(self, *, of_weight: bool, hardware: bool) -> tuple[Array, Array]:
         """One scale for all blocks of a group."""
@@ -186,34 +175,26 @@ class QuantizedGroups(NamedTuple):
             shape[1] //= block
         return codes, jnp.broadcast_to(scale[:, ::block] if of_weight else scale, shape)
 
-    def wide(self) -> Array:
-        return self.values.astype(jnp.bfloat16) * (1 / self.scale).astype(jnp.bfloat16)
 
-
-type AnyQuantized = Quantized | QuantizedGroups
-
-
-def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN) -> Quantized:
+def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN, groups: Groups | None = None) -> Quantized:
     """x in 8 bits. Values beyond the range of the scale are clipped.
 
     Infinities and NaNs are not: an infinity clipped to a finite number would be hidden from the guard. With a scale
     from the tensor itself all of it becomes NaN, with an expected one the elements that are not finite do.
 
     The maximum is over what is here: all of x over mesh axes that are left to the compiler, each device's part over
-    manual ones. With an expected maximum nothing waits for it.
+    manual ones. With an expected maximum nothing waits for it. groups: each has a scale.
     """
-    x = _as_stored(x)
-    amax = amax_of(x)
+    # The compiler may pass the float32 values from before rounding in some uses of x: these give other 8-bit values.
+    info = jnp.finfo(x.dtype)
+    x = lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
+    amax = amax_of(x) if groups is None else groups.amax(x)
     scale = scale_of(amax, form, scaling)
-    return Quantized(_values(x, scale, form, scaling), scale, amax)
-
-
-def _values(x: Array, scale: Array, form: jnp.dtype, scaling: Scaling) -> Array:
-    """x times the scale in 8 bits."""
+    scale = scale if groups is None else groups.spread(scale, x.ndim)
     top = float(jnp.finfo(form).max)
     values = jnp.clip(x * scale, -top, top)
     values = values if scaling.expected is None else jnp.where(jnp.isfinite(x), values, jnp.nan)
-    return values.astype(form)
+    return Quantized(values.astype(form), scale, amax)
 
 
 def scale_of(amax: Array, form: jnp.dtype, scaling: Scaling) -> Array:
@@ -229,12 +210,6 @@ def scale_for(largest: Array, form: jnp.dtype, margin: int = 0) -> Array:
     return lax.bitcast_convert_type(ratio & jnp.uint32(_EXPONENT), jnp.float32) * 2.0**-margin
 
 
-def _as_stored(x: Array) -> Array:
-    # The compiler may pass the float32 values from before rounding in some uses of x: these give other 8-bit values.
-    info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
-
-
 def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, precision: lax.Precision) -> Array:
     """a times b, as `dtype`; letters: of a's dimensions, of b's, of the result's.
 
@@ -246,15 +221,12 @@ def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, p
     precision: on an NVIDIA GPU, DEFAULT lets the tensor cores accumulate in fewer bits than float32, HIGHEST does not.
     """
 
-    def scaled_back(small: Quantized) -> Array:
-        return small.values.astype(dtype) * (1 / small.scale).astype(dtype)
-
     lhs, rhs, _ = letters
     summed, shared = (
         [[term.index(n) for n in names] for term in (lhs, rhs)] for names in (letters.summed(), letters.shared())
     )
     dimensions = (summed[0], summed[1]), (shared[0], shared[1])
-    y = lax.dot_general(scaled_back(a), scaled_back(b), dimensions, preferred_element_type=dtype, precision=precision)
+    y = lax.dot_general(a.wide(dtype), b.wide(dtype), dimensions, preferred_element_type=dtype, precision=precision)
     return in_order(y, letters)
 
 
@@ -263,13 +235,11 @@ def refuse_old(device: jax.Device, setting: str = "precision.matmul") -> None:
 
     setting: that asks for them, and may be none.
     """
-    if device.platform == "cpu":
-        return
-    version = str(getattr(device, "compute_capability", ""))
-    if capability_of(device) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
+    version = capability_of(device)
+    if device.platform != "cpu" and version < OLDEST:
+        named, needed = (".".join(map(str, numbers)) for numbers in (version, OLDEST))
         raise UserError(
-            f"{setting}: {device.device_kind} has compute capability {version or 'unknown'}, and 8-bit matmuls "
+            f"{setting}: {device.device_kind} has compute capability {named or 'unknown'}, and 8-bit matmuls "
             f"need {needed} or later (H100, B200).\nSet {setting}=none."
         )
 

@@ -255,69 +255,73 @@ class _Einsum:
         return recipe.product(self.letters.of(result), a, b, dtype, forward=result == "y")
 
 
-def _grouped_operand(
-    recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups, block: int
-) -> GroupedOperand:
-    """block: in gradients of matrices, groups begin at multiples of this number of rows."""
-    if tensor == "w":
-        return recipe.grouped_operand(tensor, x.mT if result == "y" else x, groups, amax)
-    rows, aligned = groups.aligned(x, block) if result == "dw" else (x, groups)
-    return recipe.grouped_operand(tensor, rows, aligned, amax, of_weight=result == "dw")
+class _OfGroups:
+    """Products of rows with the matrices [E, K, N] of their groups."""
+
+    __slots__ = ()
+
+    def block(self, recipe: Recipe) -> int:
+        """In gradients of matrices, groups begin at multiples of this number of rows."""
+        raise NotImplementedError
+
+    def multiplied(
+        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, sizes: Array, dtype: jnp.dtype
+    ) -> Array:
+        """The product without the factors of operands."""
+        raise NotImplementedError
+
+    def operand(
+        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups
+    ) -> GroupedOperand:
+        if tensor == "w":
+            return recipe.grouped_operand(tensor, x.mT if result == "y" else x, groups, amax)
+        rows, aligned = groups.aligned(x, self.block(recipe)) if result == "dw" else (x, groups)
+        return recipe.grouped_operand(tensor, rows, aligned, amax, of_weight=result == "dw")
+
+    def product(
+        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
+    ) -> Array:
+        block = self.block(recipe) if result == "dw" else 1
+        sizes = -(-groups.sizes // block) * block
+        y = self.multiplied(recipe, result, a, b, sizes, dtype if a.factor is None else jnp.dtype(jnp.float32))
+        if a.factor is None or b.factor is None:
+            return y
+        return (y * groups.spread(a.factor * b.factor, y.ndim)).astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Grouped:
-    """Products of rows with the matrices [E, K, N] of their groups."""
+class _Grouped(_OfGroups):
+    """In a dtype that holds the rounded numbers exactly."""
 
     kernel: GroupProducts
 
-    def operand(
-        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups
-    ) -> GroupedOperand:
-        return _grouped_operand(recipe, tensor, x, result, amax, groups, recipe.row_block)
+    def block(self, recipe: Recipe) -> int:
+        return recipe.row_block
 
-    def product(
-        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
+    def multiplied(
+        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, sizes: Array, dtype: jnp.dtype
     ) -> Array:
-        inner = dtype if a.factor is None else jnp.dtype(jnp.float32)
+        kernel = self.kernel.matrices if result == "dw" else partial(self.kernel.rows, transposed=True)
         with jax.default_matmul_precision("highest" if recipe.exact == jnp.float32 else None):
-            if result == "dw":
-                sizes = -(-groups.sizes // recipe.row_block) * recipe.row_block
-                y = self.kernel.matrices(a.wide(), b.wide(), sizes, dtype=inner)
-            else:
-                y = self.kernel.rows(a.wide(), b.wide(), groups.sizes, transposed=True, dtype=inner)
-        return _whole(y, a, b, dtype, groups)
-
-
-def _whole(y: Array, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups) -> Array:
-    """A result times the factors of its operands, if any."""
-    if a.factor is None or b.factor is None:
-        return y
-    return (y * groups.spread(a.factor * b.factor, y.ndim)).astype(dtype)
+            return kernel(a.wide(), b.wide(), sizes, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _InCodes:
-    """The same products, of codes."""
+class _InCodes(_OfGroups):
+    """Of codes."""
 
     kernel: CodeProducts
 
-    def operand(
-        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups
-    ) -> GroupedOperand:
-        return _grouped_operand(recipe, tensor, x, result, amax, groups, CODE_BLOCK)
+    def block(self, recipe: Recipe) -> int:
+        del recipe
+        return CODE_BLOCK
 
-    def product(
-        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
+    def multiplied(
+        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, sizes: Array, dtype: jnp.dtype
     ) -> Array:
         del recipe
-        inner = dtype if a.factor is None else jnp.dtype(jnp.float32)
         codes = [part for x in (a, b) for part in x.coded(of_weight=result == "dw", hardware=self.kernel.hardware)]
-        if result == "dw":
-            y = self.kernel.matrices(*codes, -(-groups.sizes // CODE_BLOCK) * CODE_BLOCK, dtype=inner)
-        else:
-            y = self.kernel.rows(*codes, groups.sizes, dtype=inner)
-        return _whole(y, a, b, dtype, groups)
+        return (self.kernel.matrices if result == "dw" else self.kernel.rows)(*codes, sizes, dtype=dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -16,23 +16,37 @@ from megajax.precision.blocks import amax_of
 BITS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """One scale per output: w is approximately values * scale."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What the ways to store a matrix have in common."""
 
-    dtype: Literal["int8", "float8_e4m3fn"]
     inputs: int
+    """Dimensions."""
     outputs: int
-
     scale_dtype: ClassVar[str] = "float32"
 
-    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
+    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes] | None:
         """Shape and axes of the scales of whole matrices; None: there are none."""
 
     def misfit(self, shape: tuple[int, ...]) -> str:
         """Why a matrix of this shape can't be stored in this form; "" if it can."""
         del shape
         return ""
+
+    def _axis(self, ndim: int) -> int:
+        """The last dimension of the inputs."""
+        return ndim - self.outputs - 1
+
+    def _divided(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
+        axis = self._axis(len(shape))
+        return (*shape[:axis], shape[axis] // by, *shape[axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Channels(Stored):
+    """One scale per output: w is approximately values * scale."""
+
+    dtype: Literal["int8", "float8_e4m3fn"]
 
     def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of the stored numbers."""
@@ -98,7 +112,7 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class Groups(Stored):
     """Numbers of 4 bits, two per byte; one scale per output and group of inputs.
 
     Groups and pairs are along the last dimension of the inputs. The first of a pair is in the low bits.
@@ -106,13 +120,7 @@ class Groups:
 
     size: int
     """Inputs per group; all inputs if there are fewer."""
-    inputs: int
-    outputs: int
     values: FourBits = Integers()
-    scale_dtype: ClassVar[str] = "float32"
-
-    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
-        """There are none."""
 
     def misfit(self, shape: tuple[int, ...]) -> str:
         size = shape[self._axis(len(shape))]
@@ -141,13 +149,6 @@ class Groups:
         unpacked = unpack(values, axis)
         groups = self._grouped(self.values.numbers(unpacked), scale.shape[axis])
         return (groups * jnp.expand_dims(scale, axis + 1)).reshape(unpacked.shape)
-
-    def _axis(self, ndim: int) -> int:
-        return ndim - self.outputs - 1
-
-    def _divided(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
-        axis = self._axis(len(shape))
-        return (*shape[:axis], shape[axis] // by, *shape[axis + 1 :])
 
     def _grouped(self, w: Array, groups: int) -> Array:
         axis = self._axis(w.ndim)

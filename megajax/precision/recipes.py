@@ -23,7 +23,7 @@ from megajax.precision.matmul import CodeProducts, Recipe
 FIRST_WITH_BLOCKS = (10, 0)
 """Compute capability of the first GPUs that multiply numbers in blocks (Blackwell)."""
 
-OF_CODES = Fp8CurrentConfig, Fp8DelayedConfig, Fp8BlocksConfig
+OF_CODES = Fp8CurrentConfig, Fp8BlocksConfig
 """Recipes whose codes a kernel of blocks of 128 numbers multiplies; tensor cores take all but float32 scales."""
 
 RECIPES: Mapping[type[RecipeConfig], Callable[..., Recipe]] = MappingProxyType(
@@ -59,7 +59,7 @@ def recipe_of(cfg: MatmulConfig, device: jax.Device, token_share: float, codes: 
 
     Raises UserError for a GPU without the format of a recipe with one scale per tensor.
     """
-    if isinstance(cfg, Fp8CurrentConfig | Fp8DelayedConfig):
+    if isinstance(cfg, Fp8CurrentConfig):
         refuse_old(device)
     recipe: Any = RECIPES[type(cfg)](cfg, kernel_of(cfg, device), token_share)
     return replace(recipe, codes=codes_of(cfg, codes))

@@ -9,13 +9,13 @@ from jax import Array, lax
 
 from megajax.mesh.rules import LogicalAxes
 from megajax.precision.blocks import Blocks, Format, amax_of, dequantize, quantize, visible, whole_scale
-from megajax.precision.quantization import pack, unpack
+from megajax.precision.quantization import Stored, pack, unpack
 
 FORMATS = {"mxfp8": Format("e4m3", 32, "power_of_two", "up"), "nvfp4": Format("e2m1", 16, "nvfp4")}
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlocks:
+class StoredBlocks(Stored):
     """Codes, and bits of scales; with NVFP4 also a float32 scale for each layer's, or expert's, matrix.
 
     Blocks lie along the last dimension of the inputs.
@@ -23,8 +23,6 @@ class StoredBlocks:
 
     weights: str
     """A key of FORMATS."""
-    inputs: int
-    outputs: int
     scale_dtype: ClassVar[str] = "uint8"
 
     @property
@@ -32,7 +30,7 @@ class StoredBlocks:
         return FORMATS[self.weights]
 
     def misfit(self, shape: tuple[int, ...]) -> str:
-        size = shape[len(shape) - self.outputs - 1]
+        size = shape[self._axis(len(shape))]
         return f"{size} inputs are not a multiple of the block, {self.form.size}" if size % self.form.size else ""
 
     def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
@@ -50,7 +48,7 @@ class StoredBlocks:
 
     def quantized(self, w: Array) -> tuple[Array, ...]:
         """A float matrix -> codes, scales, and with NVFP4 the scale of the whole matrix."""
-        axis = w.ndim - self.outputs - 1
+        axis = self._axis(w.ndim)
         matrix, first = visible(jnp.moveaxis(w.astype(jnp.float32), axis, -1)), w.ndim - self.outputs - self.inputs
         whole = None
         if self.weights == "nvfp4":
@@ -65,7 +63,7 @@ class StoredBlocks:
 
     def dequantized(self, values: Array, scale: Array, whole: Array | None = None) -> Array:
         """The matrix in float32."""
-        axis = values.ndim - self.outputs - 1
+        axis = self._axis(values.ndim)
         if whole is not None:
             values = lax.bitcast_convert_type((unpack(values, axis) & 15).astype(jnp.uint4), jnp.float4_e2m1fn)
         kind = jnp.float8_e4m3fn if self.weights == "nvfp4" else jnp.float8_e8m0fnu
@@ -73,32 +71,16 @@ class StoredBlocks:
         wide = jnp.moveaxis(dequantize(Blocks(codes, scales), self.form, jnp.dtype(jnp.float32)), -1, axis)
         return wide if whole is None else wide * whole.reshape(*whole.shape, *[1] * (wide.ndim - whole.ndim))
 
-    def _divided(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
-        axis = len(shape) - self.outputs - 1
-        return (*shape[:axis], shape[axis] // by, *shape[axis + 1 :])
-
 
 TILES = Format("e4m3", 128, "float32", least=1e-12)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTiles:
+class StoredTiles(Stored):
     """Codes in e4m3, and a float32 scale for each 128 inputs x 128 outputs, as in checkpoints of DeepSeek-V3.
 
     All inputs of a matrix are one dimension of tiles, as are all outputs. Tiles at the ends may be parts.
     """
-
-    inputs: int
-    outputs: int
-    scale_dtype: ClassVar[str] = "float32"
-
-    def misfit(self, shape: tuple[int, ...]) -> str:
-        """Nothing: any shape can be stored."""
-        del shape
-        return ""
-
-    def whole(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
-        """There are none."""
 
     def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         return shape, "float8_e4m3fn"

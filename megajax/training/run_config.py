@@ -379,10 +379,13 @@ def _leaf_text(leaves: Mapping[str, str]) -> str:
 def _matmul(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Sides of the matrices on one device, and tokens, must be multiples; those of latents are checked when traced."""
     recipe = cfg.precision.matmul
-    if recipe is not None and len({stack.layers() for stack in cfg.model.stacks().values()}) > 1:
-        counts = ", ".join(f"{name or 'stack'} {stack.layers()}" for name, stack in cfg.model.stacks().items())
-        message = f"needs sections of equally many layers, and these differ: {counts}"
-        yield Problem("precision.matmul", message, "use none")
+    stacks = {name or "stack": stack.layers() for name, stack in cfg.model.stacks().items()}
+    if recipe is not None and recipe.layers(0) and len({*stacks.values()}) > 1:
+        counts = ", ".join(f"{name} {count}" for name, count in stacks.items())
+        message = (
+            f"keeps layers at both ends in bfloat16 in sections of equally many layers, and these differ: {counts}"
+        )
+        yield Problem("precision.matmul", message, "set first_layers=0 and last_layers=0")
     model = facts_of(cfg.model)
     if model is None or recipe is None or cfg.parallel.problems():
         return

@@ -12,7 +12,7 @@ FILE = ORACLE.parent / "oracle3" / "quant" / "bnb_4bit_8bit.npz"
 if not FILE.is_file():
     pytest.skip(f"no {FILE}", allow_module_level=True)
 ARRAYS = np.load(FILE)
-FORM = Groups(64, 1, 1, NormalFloat())
+FORM = Groups(64, NormalFloat(), inputs=1, outputs=1)
 
 
 def test_tables() -> None:

@@ -156,6 +156,22 @@ def test_what_is_not_finite_stays_visible_and_zeros_stay_zeros(name: str) -> Non
     assert not np.asarray(numbers(np.zeros((2, 256), np.float32))).any()
 
 
+@pytest.mark.parametrize("name", RECIPES_IN_BLOCKS)
+def test_gradients_of_a_mean_over_many_tokens_keep_their_digits(name: str) -> None:
+    """As small as 1e-11 they are rounded as they are at 1, and zeros stay zeros."""
+    recipe, letters, dy = RECIPES_IN_BLOCKS[name], terms("tk,nk->tn"), draw((16, 256), 4, spread=2)
+    dy[0] = 0
+
+    @jax.jit
+    def numbers(dy: jax.Array) -> jax.Array:
+        rows = recipe.operand("dy", dy, letters.first, letters, None)
+        return rows.wide(jnp.dtype(jnp.float32)) * (1 if rows.blocks.whole is None else rows.blocks.whole)
+
+    small = np.float32(2.0**-37)
+    np.testing.assert_array_equal(numbers(dy * small), numbers(dy) * small)
+    assert np.linalg.norm(numbers(dy) - dy) < (0.15 if name == "nvfp4" else 0.07) * np.linalg.norm(dy)
+
+
 TINY = float(np.finfo(np.float32).tiny)
 ENDS: dict[str, tuple[float, dict[str, tuple[int, int, int]]]] = {
     "zeros": (0.0, {"e4m3": (0, 0x00, 0x00), "e5m2": (0, 0x00, 0x00)}),

@@ -95,7 +95,7 @@ def test_the_input_in_8_bits_and_the_weight_are_saved_for_the_backward_pass() ->
 def test_scales_are_powers_of_two_that_use_the_range(form: str) -> None:
     for largest in (1e-30, 3e-7, 1.0, 1.75, 1.7578125, 448.0, 449.0, 6e4, 3e38):
         x = jnp.asarray([largest, -largest / 3, 0.0], jnp.float32)
-        small, scale, _ = quantize(x, jnp.dtype(FORMS[form]))
+        small, scale, *_ = quantize(x, jnp.dtype(FORMS[form]))
         assert np.frexp(scale)[0] == 0.5, "a power of two"
         assert LARGEST[form] / 2 < largest * float(scale) <= LARGEST[form]
         assert np.asarray(small).astype(np.float64).max() <= LARGEST[form]
@@ -115,8 +115,8 @@ def test_another_scale_gives_the_same_numbers() -> None:
     """Why parts of a tensor may have their own scales: only values below the normal numbers differ."""
     rng = np.random.default_rng(0)
     part = jnp.asarray(rng.uniform(0.25, 1, 1000), jnp.float32)
-    part_values, scale, _ = quantize(part, jnp.dtype(FORMS["e4m3"]))
-    with_outlier, outlier_scale, _ = quantize(jnp.append(part, 97.0), jnp.dtype(FORMS["e4m3"]))
+    part_values, scale, *_ = quantize(part, jnp.dtype(FORMS["e4m3"]))
+    with_outlier, outlier_scale, *_ = quantize(jnp.append(part, 97.0), jnp.dtype(FORMS["e4m3"]))
     assert outlier_scale < scale
     values = [
         np.asarray(a).astype(np.float64) / s for a, s in ((part_values, scale), (with_outlier[:-1], outlier_scale))

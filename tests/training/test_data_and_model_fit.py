@@ -30,9 +30,9 @@ def test_the_message_names_both_sides(settings: str) -> None:
     assert "1 problem in" in text
 
 
-def test_sections_of_different_depth_refuse_fp8() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"precision.matmul: needs sections of equally many layers, and these differ: encoder 4, stack 2",
-    ):
-        load("t5.py:debug", "precision.matmul.type=Fp8Current", "precision.compute=bfloat16", "model.encoder.repeats=4")
+def test_sections_of_different_depth_are_rounded_whole() -> None:
+    """First and last layers are the same numbers in all sections."""
+    deeper = "t5.py:debug", "precision.compute=bfloat16", "model.encoder.repeats=4"
+    assert load(*deeper, "precision.matmul=Fp8Current").precision.matmul is not None
+    with pytest.raises(ConfigError, match="sections of equally many layers, and these differ: encoder 4, stack 2"):
+        load(*deeper, "precision.matmul=Nvfp4")
