@@ -1,10 +1,11 @@
 """The library's modules, their imports, and the names in their strings, for the architecture tests."""
 
 import ast
+import gc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,16 +48,30 @@ class Module:
     def file(self) -> str:
         return str(self.path.relative_to(REPOSITORY))
 
+    @cached_property
+    def _by_kind(self) -> dict[type[ast.AST], list[ast.AST]]:
+        kinds: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in ast.walk(self.tree):
+            kinds.setdefault(type(node), []).append(node)
+        return kinds
+
+    def nodes[Node: ast.AST](self, *kinds: type[Node]) -> Iterator[Node]:
+        """Its nodes of such kinds: the tree is walked once for all tests of a process."""
+        return (node for kind in kinds for node in self._by_kind.get(kind, ()))
+
 
 @cache
 def modules() -> dict[str, Module]:
     """Every module of the library by its dotted name."""
     actual = {}
+    gc.disable()  # A million nodes that stay: the collector would look at them again and again.
     for path in sorted(LIBRARY.rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text(encoding="utf-8")
         actual[name] = Module(name, path, text, ast.parse(text, str(path)))
+    gc.freeze()
+    gc.enable()
     return actual
 
 
@@ -72,9 +87,10 @@ def first_party() -> Iterator[Import]:
 
 
 def _imports(module: Module) -> Iterator[Import]:
-    inner = {id(node) for function in functions(module.tree) for node in ast.walk(function)}
-    for node in ast.walk(module.tree):
-        local = id(node) in inner
+    for node in module.nodes(ast.Import, ast.ImportFrom, ast.Constant):
+        local = not isinstance(node, ast.Constant) and any(
+            function.lineno <= node.lineno <= (function.end_lineno or 0) for function in functions(module)
+        )
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(module.name, alias.name, node.lineno, local=local)
@@ -94,9 +110,9 @@ def _imports(module: Module) -> Iterator[Import]:
                 yield Import(module.name, node.value, node.lineno, by_name=True)
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method, nested ones too."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return module.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def dotted(node: ast.AST) -> str:

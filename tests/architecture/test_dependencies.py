@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from source_tree import imports, modules
+from source_tree import Module, imports, modules
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -41,10 +41,10 @@ def requirements() -> dict[str, str]:
     return {IMPORTED_AS.get(name, name.replace("-", "_")): name for name in names}
 
 
-def modules_in_messages(tree: ast.AST) -> Iterator[str]:
+def modules_in_messages(module: Module) -> Iterator[str]:
     """Modules that may be imported by a name in a string, as "matplotlib.figure" is."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+    for node in module.nodes(ast.Constant):
+        if isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
             yield node.value
 
 
@@ -54,7 +54,7 @@ def test_every_requirement_is_imported_somewhere() -> None:
         name
         for module in modules().values()
         if module.path.name != "missing.py"
-        for name in modules_in_messages(module.tree)
+        for name in modules_in_messages(module)
     )
     used = {name.partition(".")[0] for name in (*(actual.target for actual in imports()), *late)}
     assert set(requirements()) - used == BY_JAX

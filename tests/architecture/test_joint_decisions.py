@@ -58,22 +58,24 @@ def library() -> tuple[Function, ...]:
     )
 
 
-def nodes(node: ast.AST, guarded: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+def nodes(root: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
     """The nodes below a node, without nested functions, and whether a condition decides that each is reached."""
-    branches = ast.If | ast.IfExp | ast.While | ast.For | ast.ExceptHandler
-    for field, value in ast.iter_fields(node):
-        for place, child in enumerate(value if isinstance(value, list) else [value]):
-            if not isinstance(child, ast.AST) or isinstance(child, ast.FunctionDef | ast.ClassDef):
-                continue
-            decided = (
-                guarded
-                or (isinstance(node, branches) and field in ("body", "orelse"))
-                or (isinstance(node, ast.BoolOp) and field == "values" and place > 0)
-                or (isinstance(node, ast.Try) and field == "orelse")
-                or isinstance(node, ast.comprehension | ast.Lambda)
-            )
-            yield child, decided
-            yield from nodes(child, decided)
+    branches = (ast.If, ast.IfExp, ast.While, ast.For, ast.ExceptHandler)
+    parents = [(root, False)]
+    for node, guarded in parents:
+        guarded = guarded or isinstance(node, (ast.comprehension, ast.Lambda))
+        for field, value in ast.iter_fields(node):
+            for place, child in enumerate(value if isinstance(value, list) else [value]):
+                if not isinstance(child, ast.AST) or isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                    continue
+                decided = (
+                    guarded
+                    or (isinstance(node, branches) and field in ("body", "orelse"))
+                    or (isinstance(node, ast.BoolOp) and field == "values" and place > 0)
+                    or (isinstance(node, ast.Try) and field == "orelse")
+                )
+                parents.append((child, decided))
+                yield child, decided
 
 
 def leaves(statement: ast.stmt) -> bool:
@@ -86,7 +88,7 @@ def leaves(statement: ast.stmt) -> bool:
 class Call(NamedTuple):
     name: str
     owner: str
-    """What it is a method of, as written; "" for a function."""
+    """What an exchange is a method of, as written; "" for a function."""
     guarded: bool
     """Whether a condition decides that it is reached."""
 
@@ -97,7 +99,8 @@ def calls(function: ast.FunctionDef) -> list[Call]:
         for node, guarded in nodes(ast.Module([statement], [])):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
                 method = isinstance(node.func, ast.Attribute)
-                name, owner = (node.func.attr, ast.unparse(node.func.value)) if method else (node.func.id, "")
+                name = node.func.attr if method else node.func.id
+                owner = ast.unparse(node.func.value) if method and name in EXCHANGES else ""
                 actual.append(Call(name, owner, guarded or after_exit))
         is_last = isinstance(statement, ast.Return | ast.Raise | ast.FunctionDef)
         after_exit = after_exit or (not is_last and leaves(statement))

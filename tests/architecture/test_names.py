@@ -1,12 +1,11 @@
 """Names of the package are nouns and verbs that say what is bound; see docs/architecture.md."""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
+from source_tree import modules
 
-PACKAGE = Path(__file__).parents[2] / "megajax"
 VAGUE = frozenset({
     "again", "alone", "asked", "begun", "both", "done", "each", "found", "further", "given", "gone", "got",
     "held", "here", "kept", "made", "mine", "one", "ours", "own", "said", "same", "seen", "shown",
@@ -15,9 +14,12 @@ VAGUE = frozenset({
 """Participles, adverbs and pronouns: they say how something came to be, and not what it is."""
 
 
-def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.arg, ast.Name, ast.Attribute)
+
+
+def bound_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of each definition, argument, variable and attribute that a module binds."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield node.lineno, name
@@ -25,19 +27,18 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def vague_names(source: str) -> list[tuple[int, str]]:
-    """Line and name of each vague name that is bound in the source of a module."""
-    return [(line, name) for line, name in bound_names(ast.parse(source)) if name.strip("_").lower() in VAGUE]
+def vague_names(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
+    """Line and name of each vague name that is bound by the nodes of a module."""
+    return [(line, name) for line, name in bound_names(nodes) if name.strip("_").lower() in VAGUE]
 
 
 def test_names_say_what_they_bind() -> None:
-    files = sorted(PACKAGE.rglob("*.py"))
     problems = [
-        f"{file.relative_to(PACKAGE)}:{line}: {name}"
-        for file in files
-        for line, name in vague_names(file.read_text(encoding="utf-8"))
+        f"{module.file}:{line}: {name}"
+        for module in modules().values()
+        for line, name in vague_names(module.nodes(*BINDING))
     ]
-    assert files and not problems, "name what it is:\n" + "\n".join(problems)
+    assert modules() and not problems, "name what it is:\n" + "\n".join(problems)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +53,4 @@ def test_names_say_what_they_bind() -> None:
     ],
 )
 def test_each_kind_of_binding_is_checked(source: str) -> None:
-    assert len(vague_names(source)) == 1
+    assert len(vague_names(ast.walk(ast.parse(source)))) == 1

@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from source_tree import REPOSITORY
+from source_tree import REPOSITORY, modules
 
 TABLE = REPOSITORY / "docs/platforms.md"
 JOINT = "## What processes decide together"
 """The rest of the page: tests/architecture/test_joint_decisions.py."""
-SOURCES = REPOSITORY / "megajax"
 
 NAMES = frozenset(
     (
@@ -32,15 +31,16 @@ WORDS = re.compile(
 """Strings that are no text for people."""
 
 
-def functions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, ast.AST]]:
+def functions(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """(qualified name of the function or class it is in, node), docstrings left out."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-            continue
-        is_definition = isinstance(child, ast.FunctionDef | ast.ClassDef)
-        inside = f"{place}.{child.name}".lstrip(".") if is_definition else place
-        yield place, child
-        yield from functions(child, inside)
+    parents = [("", tree)]
+    for place, parent in parents:
+        for child in ast.iter_child_nodes(parent):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                continue
+            is_definition = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            parents.append((f"{place}.{child.name}".lstrip(".") if is_definition else place, child))
+            yield place, child
 
 
 def learns(node: ast.AST) -> bool:
@@ -53,13 +53,13 @@ def learns(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and WORDS.fullmatch(node.value) is not None
 
 
+@cache
 def places_in_code() -> set[str]:
     """`file: function`, below megajax; the module itself has no function."""
     places = set()
-    for path in sorted(SOURCES.rglob("*.py")):
-        name = path.relative_to(SOURCES).as_posix()
-        inside = functions(ast.parse(path.read_text()))
-        places |= {f"{name}: {place or 'module'}" for place, node in inside if learns(node)}
+    for module in modules().values():
+        name = module.file.removeprefix("megajax/")
+        places |= {f"{name}: {place or 'module'}" for place, node in functions(module.tree) if learns(node)}
     return places
 
 

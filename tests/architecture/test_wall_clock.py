@@ -38,8 +38,8 @@ def test_users_of_the_wall_clock() -> None:
     asking = {
         module.name
         for module in modules().values()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute) and node.attr in LAST and dotted(node) in WALL
+        for node in module.nodes(ast.Attribute)
+        if node.attr in LAST and dotted(node) in WALL
     }
     assert asking <= ALLOWED.keys(), f"use time.monotonic for durations: {sorted(asking - ALLOWED.keys())}"
     unneeded = ALLOWED.keys() - asking

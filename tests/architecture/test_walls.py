@@ -47,7 +47,7 @@ def test_files_fit() -> None:
 def test_functions_fit_on_a_screen() -> None:
     long, complex_functions = [], set()
     for module in modules().values():
-        for function in functions(module.tree):
+        for function in functions(module):
             lines = (function.end_lineno or 0) - function.lineno + 1
             if lines > FUNCTION_LINES:
                 long.append(f"{module.file}:{function.lineno} {function.name}: {lines} lines")
@@ -75,7 +75,7 @@ def test_files_of_tests_have_names_of_their_own() -> None:
 def test_no_state_in_modules() -> None:
     violations = []
     for module in modules().values():
-        violations += [f"{module.file}:{n.lineno}: global" for n in ast.walk(module.tree) if isinstance(n, ast.Global)]
+        violations += [f"{module.file}:{n.lineno}: global" for n in module.nodes(ast.Global)]
         for node in module.tree.body:
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             empty = isinstance(value, ast.List | ast.Set | ast.Dict) and ast.unparse(value) in ("[]", "{}")
@@ -137,7 +137,7 @@ def test_settings_have_descriptions() -> None:
 def test_arguments_are_annotated() -> None:
     bare = []
     for module in modules().values():
-        for function in functions(module.tree):
+        for function in functions(module):
             spec = function.args
             every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
             names = [arg.arg for arg in every if arg.annotation is None and arg.arg not in ("self", "cls")]
