@@ -1,15 +1,9 @@
-"""Our tokenizers as tokenizer.json and tokenizer_config.json, which AutoTokenizer of transformers reads.
-
-A SentencePiece model is a protocol buffer (https://github.com/google/sentencepiece, sentencepiece_model.proto). Only
-the few fields that a conversion needs are read: pieces, scores, and how text is normalized.
-"""
+"""Our tokenizers as tokenizer.json and tokenizer_config.json, which AutoTokenizer of transformers reads."""
 
 import json
 import re
-import struct
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,128 +25,31 @@ from megajax.tokenizers.sentencepiece import SPACE
 from megajax.tokenizers.tiktoken import PATTERNS
 
 UNIGRAM, BPE = 1, 2
-NORMAL, UNKNOWN, CONTROL, DEFINED, UNUSED, BYTE = range(1, 7)
+NORMAL, UNKNOWN, CONTROL, DEFINED = range(1, 5)
 """Kinds of pieces."""
 
 
-class Piece(NamedTuple):
-    """An entry of the vocabulary."""
-
-    text: str
-    score: float
-    kind: int
-
-    @property
-    def is_normal(self) -> bool:
-        return self.kind == NORMAL
-
-    @property
-    def is_text(self) -> bool:
-        """Whether a text may contain the piece as such."""
-        return self.kind in (NORMAL, DEFINED)
-
-    @property
-    def is_unknown(self) -> bool:
-        return self.kind == UNKNOWN
-
-    @property
-    def is_control(self) -> bool:
-        return self.kind == CONTROL
-
-
-@dataclass(frozen=True)
-class SentencePieceModel:
-    """A SentencePiece model."""
-
-    pieces: list[Piece]
-    kind: int
-    byte_fallback: bool
-    blank_ends_piece: bool
-    """Blanks belong to the word before them."""
-    charsmap: bytes
-    """Compiled map of characters; empty: characters stay as they are."""
-    add_prefix: bool
-    """A text begins with an added blank."""
-    remove_spaces: bool
-    """Blanks around a text and repeated ones are removed."""
-    escape: bool
-    """Blanks are written as the sign of SentencePiece."""
-
-    @property
-    def is_unigram(self) -> bool:
-        return self.kind == UNIGRAM
-
-    def defined(self) -> list[str]:
-        """Pieces that the user defined, which are recognized in every text."""
-        return [piece.text for piece in self.pieces if piece.kind == DEFINED]
-
-    def unsupported(self) -> str | None:
-        """Why the model has no equivalent; None if it has one."""
-        if self.kind not in (UNIGRAM, BPE):
-            return f"model_type={self.kind} of SentencePiece"
-        return "blanks that end a piece or are not escaped" if self.blank_ends_piece or not self.escape else None
-
-
-def parsed(data: bytes) -> SentencePieceModel:
-    """A model's content. Raises UserError for a file that is damaged."""
+def parsed(data: bytes) -> Any:
+    """A SentencePiece model: the `ModelProto` of sentencepiece_model.proto. Raises UserError for a damaged file."""
+    library = require("sentencepiece.sentencepiece_model_pb2", "A SentencePiece model")
     try:
-        fields = [*_fields(data)]
-        trainer, normalizer = (
-            dict(_fields(b"".join(value for number, value in fields if number == wanted))) for wanted in (2, 3)
-        )
-        pieces = [_piece(value) for number, value in fields if number == 1]
-        return SentencePieceModel(
-            pieces=pieces,
-            kind=trainer.get(3, UNIGRAM),
-            byte_fallback=bool(trainer.get(35, 0)),
-            blank_ends_piece=bool(trainer.get(24, 0)),
-            charsmap=normalizer.get(2, b""),
-            add_prefix=bool(normalizer.get(3, 1)),
-            remove_spaces=bool(normalizer.get(4, 1)),
-            escape=bool(normalizer.get(5, 1)),
-        )
-    except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+        return library.ModelProto.FromString(data)
+    except Exception as error:  # protobuf's DecodeError; Orbax and Grain require protobuf
         raise UserError(f"not a SentencePiece model: {error}") from error
 
 
-def _piece(data: bytes) -> Piece:
-    fields = dict(_fields(data))
-    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
-    return Piece(fields[1].decode(), score, fields.get(3, NORMAL))
+def _defined(model: Any) -> list[str]:
+    """Pieces that the user defined, which are recognized in every text."""
+    return [piece.piece for piece in model.pieces if piece.type == DEFINED]
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field: whole numbers, or bytes."""
-    place = 0
-    while place < len(data):
-        key, place = _number(data, place)
-        kind = key & 7
-        if kind == 0:
-            value, place = _number(data, place)
-            yield key >> 3, value
-            continue
-        if kind == 2:
-            size, place = _number(data, place)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"a field of kind {kind}")
-        if place + size > len(data):
-            raise ValueError("it is truncated")
-        yield key >> 3, data[place : place + size]
-        place += size
-
-
-def _number(data: bytes, place: int) -> tuple[int, int]:
-    """A whole number of variable length, and the place after it."""
-    value = shift = 0
-    while True:
-        byte = data[place]
-        value, shift, place = value | (byte & 127) << shift, shift + 7, place + 1
-        if byte < 128:
-            return value, place
-        if shift > 63:
-            raise ValueError("a number is too long")
+def _unsupported(model: Any) -> str | None:
+    """Why a SentencePiece model has no equivalent; None if it has one."""
+    if model.trainer_spec.model_type not in (UNIGRAM, BPE):
+        return f"model_type={model.trainer_spec.model_type} of SentencePiece"
+    if model.trainer_spec.treat_whitespace_as_suffix or not model.normalizer_spec.escape_whitespaces:
+        return "blanks that end a piece or are not escaped"
+    return None
 
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -315,32 +212,33 @@ def _merges(tokens: Iterable[str], ids: Mapping[str, int]) -> list[str]:
 
 def _sentencepiece(config: SentencePieceTokenizerConfig, tokenizer: Any) -> Written:
     model = parsed(read_file(config.path, "SentencePiece model"))
-    if (reason := model.unsupported()) is not None:
+    if (reason := _unsupported(model)) is not None:
         raise UserError(f"{config.path}: {reason}, which transformers can't express")
-    ids = {piece.text: number for number, piece in enumerate(model.pieces)}
-    unknown = next(number for number, piece in enumerate(model.pieces) if piece.is_unknown)
-    if model.is_unigram:
-        pairs = [[piece.text, piece.score] for piece in model.pieces]
-        vocabulary = {"type": "Unigram", "unk_id": unknown, "vocab": pairs, "byte_fallback": model.byte_fallback}
+    ids = {piece.piece: number for number, piece in enumerate(model.pieces)}
+    unknown = next(number for number, piece in enumerate(model.pieces) if piece.type == UNKNOWN)
+    byte_fallback, add_prefix = model.trainer_spec.byte_fallback, model.normalizer_spec.add_dummy_prefix
+    if model.trainer_spec.model_type == UNIGRAM:
+        pairs = [[piece.piece, piece.score] for piece in model.pieces]
+        vocabulary = {"type": "Unigram", "unk_id": unknown, "vocab": pairs, "byte_fallback": byte_fallback}
     else:
-        best_first = sorted((piece for piece in model.pieces if piece.is_normal), key=lambda piece: -piece.score)
-        normal = {piece.text: ids[piece.text] for piece in best_first}
+        best_first = sorted((piece for piece in model.pieces if piece.type == NORMAL), key=lambda piece: -piece.score)
+        normal = {piece.piece: ids[piece.piece] for piece in best_first}
         merges = _merges(normal, normal)
-        name = model.pieces[unknown].text
-        flags = {"fuse_unk": True, "byte_fallback": model.byte_fallback, "ignore_merges": bool(model.defined())}
+        name = model.pieces[unknown].piece
+        flags = {"fuse_unk": True, "byte_fallback": byte_fallback, "ignore_merges": bool(_defined(model))}
         vocabulary = _byte_pairs(ids, merges, unk_token=name, **flags)
     controls = tokenizer.controls()
-    special = {piece.text: ids[piece.text] for piece in model.pieces if piece.is_control or piece.is_unknown}
+    special = {piece.piece: ids[piece.piece] for piece in model.pieces if piece.type in (CONTROL, UNKNOWN)}
     added = [_token(number, name) for name, number in (controls or special).items()]
-    first = {model.pieces[number].text: number for number in tokenizer.encode("").tolist()}
+    first = {model.pieces[number].piece: number for number in tokenizer.encode("").tolist()}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     words = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    decoders = [words, {"type": "ByteFallback"}, {"type": "Fuse"}, *[strip] * model.add_prefix]
+    decoders = [words, {"type": "ByteFallback"}, {"type": "Fuse"}, *[strip] * add_prefix]
     return Written(
         _content(
             vocabulary,
             added,
-            normalizer={"type": "Sequence", "normalizers": _normalizers(model)},
+            normalizer={"type": "Sequence", "normalizers": _normalizers(model.normalizer_spec)},
             pre_tokenizer=_cuts(model),
             post_processor=_template(first, {}) if first else None,
             decoder={"type": "Sequence", "decoders": decoders},
@@ -349,23 +247,25 @@ def _sentencepiece(config: SentencePieceTokenizerConfig, tokenizer: Any) -> Writ
     )
 
 
-def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
+def _normalizers(spec: Any) -> list[dict[str, Any]]:
     def replace(pattern: str, content: str) -> dict[str, Any]:
         return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
-    charsmap = {"type": "Precompiled", "precompiled_charsmap": b64encode(model.charsmap).decode()}
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": b64encode(spec.precompiled_charsmap).decode()}
     return [
-        *[charsmap] * bool(model.charsmap),
-        *[replace("^ +| +$", ""), replace(" {2,}", " ")] * model.remove_spaces,
-        *[{"type": "Prepend", "prepend": SPACE}] * model.add_prefix,
+        *[charsmap] * bool(spec.precompiled_charsmap),
+        *[replace("^ +| +$", ""), replace(" {2,}", " ")] * spec.remove_extra_whitespaces,
+        *[{"type": "Prepend", "prepend": SPACE}] * spec.add_dummy_prefix,
         replace(" ", SPACE),
     ]
 
 
-def _cuts(model: SentencePieceModel) -> dict[str, Any] | None:
+def _cuts(model: Any) -> dict[str, Any] | None:
     """Pieces that the user defined are never parts of others, and names of control pieces are ordinary text."""
-    names = [piece.text for piece in model.pieces if model.is_unigram and not piece.is_text and len(piece.text) > 1]
-    wholes = [re.escape(text) for text in sorted(model.defined(), key=len, reverse=True)]
+    is_unigram = model.trainer_spec.model_type == UNIGRAM
+    controls = [piece.piece for piece in model.pieces if is_unigram and piece.type not in (NORMAL, DEFINED)]
+    names = [name for name in controls if len(name) > 1]
+    wholes = [re.escape(text) for text in sorted(_defined(model), key=len, reverse=True)]
     beginnings = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in names]
     cuts = {"Isolated": wholes, "MergedWithPrevious": beginnings}
     steps = [
