@@ -2,6 +2,7 @@
 
 A rollout is a function of the weights, the seed and the number of prompts consumed. So a run that is killed within a
 rollout samples the same answers again; between the updates of a rollout, a checkpoint has the rows that are left.
+Rewards by a model, a classifier's score of a prompt and an answer, are computed on the mesh of the run.
 """
 
 import time
@@ -10,29 +11,106 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
 
-from megajax.batch import SAMPLE, Batch
+from megajax.batch import SAMPLE, Batch, Params
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_layout, engine_of_run, model_refusal
 from megajax.inference.completion import complete
 from megajax.inference.engine import Engine, end_tokens_of
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.sampling_settings import Sampling
 from megajax.kernels.attention.tiles import TILE
+from megajax.mesh.config import BATCH_AXES, devices_over
+from megajax.mesh.named_shardings import replicated, unsharded_rows
 from megajax.mesh.processes.peers import Peers
 from megajax.models.answers.advantages import group_advantages, total_reward
 from megajax.training.check_compiler_options import inference_options
+from megajax.training.program import Program
 from megajax.training.scoring import placed_rows
 from megajax.tuning.comparison import Comparison, Reference
 from megajax.tuning.judging import UNFINISHED, Background, Group, Judge
-from megajax.tuning.ordered_layers import OrderedLayers
-from megajax.tuning.reward_model import RewardModel
 from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
+
+MOST_TOKENS = 16384
+"""Limit of the tokens that a device scores at a time, unless a single row has more."""
+
+
+class RewardModel:
+    """Scores answers. All processes call it in the same order, with the same answers."""
+
+    def __init__(self, loaded: LoadedModel, slot: int, answers: int):
+        """loaded: a classifier with one score for each sequence; slot: tokens of a prompt and its answer; answers:
+        usual number of a call. Raises UserError for a model whose rows are shorter."""
+        cfg = loaded.cfg
+        if slot > cfg.sequence_length:
+            raise UserError(
+                f"data.reward_model reads {cfg.sequence_length} tokens, data.prompt_tokens + data.max_tokens are "
+                f"{slot}: lower them, or take another model"
+            )
+        sequences, shards = cfg.head.sequences(), devices_over(loaded.mesh.shape, BATCH_AXES)
+        rows = min(ceil(answers / sequences / shards), max(1, MOST_TOKENS // (slot * sequences)))
+        self._loaded, self._shape = loaded, (shards * rows, sequences, slot)
+        self._sharding = NamedSharding(loaded.mesh, loaded.layout.plan.compute.spec(("batch", None, None)))
+
+        def scores(weights: Any, tokens: Array, segments: Array) -> Array:
+            # A model of single sequences reads [B, S].
+            leaves = (x if sequences > 1 else x[:, 0] for x in (tokens, segments))
+            return loaded.bound(weights)(next(leaves), segment_ids=next(leaves)).reshape(-1)
+
+        self._scores = jax.jit(scores, out_shardings=replicated(loaded.mesh), compiler_options=dict(loaded.options))
+
+    def __call__(self, answers: Sequence[Answer]) -> list[float]:
+        """The score of each answer after its prompt."""
+        rows, sequences, slot = self._shape
+        size, results = rows * sequences, list[float]()
+        for first in range(0, len(answers), size):
+            tokens, segments = (np.zeros((size, slot), np.int32) for _ in range(2))
+            part = answers[first : first + size]
+            for number, answer in enumerate(part):
+                text = (*answer.prompt, *answer.tokens)
+                tokens[number, : len(text)], segments[number, : len(text)] = text, 1
+            loaded, placed = self._loaded, [self._placed(x.reshape(self._shape)) for x in (tokens, segments)]
+            with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
+                results += np.asarray(self._scores(loaded.weights, *placed))[: len(part)].tolist()
+        return results
+
+    def _placed(self, rows: np.ndarray) -> Array:
+        return jax.make_array_from_callback(rows.shape, self._sharding, lambda index: rows[index])
+
+
+class OrderedLayers:
+    """Gathers the rows of stacked weights in the order of the layers, without padding. Compiled once."""
+
+    def __init__(self, program: Program):
+        state, sources = program.state_like(), dict[str, np.ndarray]()
+        for path, spec in program.arrays.items():
+            rows = sorted((layer, row) for row, layer in enumerate(spec.layers) if layer >= 0)
+            source = np.array([row for _, row in rows], np.int32)
+            if len(source) and not np.array_equal(source, np.arange(len(spec.layers))):
+                sources[path] = source
+        likes = {path: {**state.params, **state.observed}[path] for path in sources}
+        shapes = {path: (len(sources[path]), *like.shape[1:]) for path, like in likes.items()}
+        shardings = {path: unsharded_rows(like.sharding, shapes[path]) for path, like in likes.items()}
+        self._paths = [*sources]
+        self._gather = jax.jit(
+            lambda arrays: {path: x[jnp.asarray(sources[path])] for path, x in arrays.items()}, out_shardings=shardings
+        )
+
+    def __call__(self, inputs: Params) -> Params:
+        """The weights and observations of a state."""
+        if not self._paths:
+            return inputs
+        return {**inputs, **self._gather({path: inputs[path] for path in self._paths})}
+
 
 WAIT_SECONDS = 0.5
 """Between signs of progress while rewards are awaited."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.inference.embedder import Embedder
-from megajax.inference.processes.encoding import decode, encode
+from megajax.inference.processes.group import decode, encode
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import PromptScorer, RowChooser
 from megajax.inference.step_arrays import Bucket, Texts, pack

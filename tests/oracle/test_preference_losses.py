@@ -13,7 +13,7 @@ from megajax.kernels.cross_entropy import Objective, VocabularyShard, loss_and_g
 from megajax.models.answers.advantages import group_advantages, leave_one_out, total_reward
 from megajax.models.answers.config import DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, SimPOConfig
 from megajax.models.answers.objectives import TokenObjective
-from megajax.models.answers.policy_losses import entropies
+from megajax.models.answers.policy import entropies
 from megajax.models.answers.preference_losses import kto, odds_ratio, simpo
 
 FOLDER = ORACLE.parent / "oracle3"

@@ -14,9 +14,9 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.report import main
 from megajax.reporting.attempts import attempts
-from megajax.reporting.curves import curves
 from megajax.reporting.history import read_history
 from megajax.reporting.run_summary import summarize
+from megajax.reporting.write_report import curves
 
 
 class Outline(HTMLParser):

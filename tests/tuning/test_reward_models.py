@@ -18,7 +18,7 @@ from megajax.inference.assembly import engine_layout
 from megajax.inference.loading import model_on_mesh
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.session import setup
-from megajax.tuning.reward_model import RewardModel
+from megajax.tuning.rollouts import RewardModel
 from megajax.tuning.rows import Answer
 
 DEBUG, GRPO = "dpo.py:reward_llama3_8b_debug", "grpo.py:debug"

@@ -1,21 +1,44 @@
-"""Blends of datasets: the dataset of each row, and the number of rows of each dataset."""
+"""Blends of datasets: the dataset of each row, and the number of rows of each dataset; files in stores are shared."""
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.data.rows.balancing import lengths_of_row
 from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
-from megajax.data.rows.stored_indices import share_indices
+from megajax.mesh.processes.reading_once import copy_from_first, read_by_first
 from megajax.storage.index_cache import Arrays, NewArray, index_folder, load_or_build
-from megajax.storage.ranged_files import BlockCache
+from megajax.storage.local_copies import copy_path
+from megajax.storage.ranged_files import INDEX, BlockCache
+from megajax.storage.stores import in_parallel
+
+
+def share_indices(paths: Iterable[str], open_file: Callable[[str], object], blocks: BlockCache) -> None:
+    """Reads the indices of paths in stores into `blocks`, so that each process can open them without a request.
+
+    A collective if there are any; paths are equal on all processes. open_file: opens the token files of a path with
+    `blocks`. Raises UserError on all processes for missing or damaged files.
+    """
+    stored = [path for path in paths if store_url(path) is not None]
+    if not stored:
+        return
+
+    def look() -> dict[str, str]:
+        in_parallel(open_file, stored)
+        return {url: generation.hex() for url, generation in blocks.generations.items()}
+
+    generations = read_by_first(look)
+    blocks.generations |= {url: bytes.fromhex(text) for url, text in generations.items()}
+    copy_from_first([copy_path(url, blocks) for url in generations if url.endswith(INDEX)])
+
 
 MAXIMUM_DATASETS = 32766
 """Dataset numbers are int16."""

@@ -9,7 +9,7 @@ from served import Running, start, stop
 
 from megajax.inference.sampling.guide import Guides
 from megajax.inference.server.chat.answer_parts import AnswerParts, Part, Reasoning, Stage, WholeCalls
-from megajax.inference.server.chat.call_formats import CALL_FORMATS, call_format
+from megajax.inference.server.chat.tools import CALL_FORMATS, call_format
 from megajax.inference.server.config import ServerConfig
 
 WEATHER: dict[str, Any] = {
