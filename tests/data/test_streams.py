@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import tarfile
 from collections import Counter
@@ -104,6 +105,18 @@ def test_a_mixture_has_its_weights_and_resumes_anywhere(file: Path, tmp_path: Pa
         reads = len(read)
         assert (reads < 60 * processes) == keep or not keep, reads  # with the counts, what came before is not read
     assert rows_of(*mixture, cache=cache).order() != rows_of(*mixture, cache=cache, lanes=8).order()
+
+
+def test_a_read_that_fails_is_repeated_and_long_units_are_read_as_needed(tmp_path: Path, monkeypatch) -> None:
+    write(tmp_path / "a.jsonl", TEXTS)
+    expected = rows_of(tmp_path / "a.jsonl", lanes=1, cache=tmp_path / "one")[3]["tokens"]
+    rows, texts, encoded = rows_of(tmp_path / "a.jsonl", lanes=1, cache=tmp_path / "two"), files.Documents.texts, []
+    rows._sources[0]._tokenizer.encode = lambda text: encoded.append(text) or np.frombuffer(text.encode(), np.uint8)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(files.Documents, "texts", lambda self, place: texts(self, place) and os.stat("/nowhere"))
+        rows[0]
+    np.testing.assert_array_equal(rows[3]["tokens"], expected)
+    assert len(encoded) < len(TEXTS) / 4
 
 
 def test_documents_are_isolated(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Parquet:
         self.chunks = self._file.num_row_groups
 
     def texts(self, chunk: int) -> Sequence[str | bytes]:
-        return self._file.read_row_group(chunk, columns=[self._key]).column(self._key).to_pylist()
+        return self._file.read_row_group(chunk, columns=[self._key], use_threads=False).column(self._key).to_pylist()
 
 
 class Arrow:

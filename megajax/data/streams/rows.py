@@ -12,9 +12,8 @@ import socket
 import sys
 import threading
 import zlib
-from bisect import bisect_right
-from collections.abc import Sequence
-from functools import cached_property
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from megajax.tokenizers.base import Tokenizer
 PATTERN = 1000
 """Rows of a lane in which each source of a mixture has its share, rounded to one of them."""
 CACHED = 2
-"""Tokenized chunks that a lane keeps of each source."""
+"""Units that a lane keeps of each source."""
 
 
 class Counts:
@@ -89,20 +88,23 @@ class TextPart:
         """The units in the order of a pass, int64 [units]."""
         return self._permutation(self.units, epoch, 0)
 
-    def tokens(self, unit: int, epoch: int) -> np.ndarray:
-        """The tokens of a unit, int32, each document with the end-of-document token."""
+    def tokens(self, unit: int, epoch: int) -> Iterator[np.ndarray]:
+        """The tokens of each document of a unit, int32, with the end-of-document token. Reads the texts at once.
+
+        Raises UserError for a malformed file, OSError.
+        """
         chunk, share = divmod(unit, self._shares)
-        texts = self.documents.texts(chunk)[share :: self._shares]
-        pieces = list[np.ndarray]()
-        end = np.array([self._tokenizer.eod], np.int32)
+        return self._encoded(self.documents.texts(chunk)[share :: self._shares], unit, epoch)
+
+    def _encoded(self, texts: Sequence[str | bytes], unit: int, epoch: int) -> Iterator[np.ndarray]:
+        end, count = np.array([self._tokenizer.eod], np.int32), 0
         for place in self._permutation(len(texts), epoch, 1 + unit).tolist():
-            text = texts[place]
-            if text:
+            if text := texts[place]:
                 encode = self._tokenizer.encode if isinstance(text, str) else self._tokenizer.encode_bytes
-                pieces += [encode(text), end]
-        tokens = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
-        self.counts.put(unit, len(tokens))
-        return tokens
+                tokens = np.concatenate([encode(text), end])
+                count += len(tokens)
+                yield tokens
+        self.counts.put(unit, count)
 
     def _permutation(self, count: int, epoch: int, what: int) -> np.ndarray:
         if not self._shuffle:
@@ -110,51 +112,69 @@ class TextPart:
         return np.random.RandomState([self._seed, self._number, epoch, what]).permutation(count)
 
 
+class UnitText:
+    """The tokens of a unit, document by document, made as far as they are read."""
+
+    def __init__(self, documents: Iterator[np.ndarray]):
+        self._documents, self._pieces, self._ends = documents, list[np.ndarray](), [0]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that were made."""
+        return self._ends[-1]
+
+    def read(self, first: int, stop: int) -> list[np.ndarray]:
+        """The tokens at these places, fewer at the end of the unit."""
+        while self.size < stop and (piece := next(self._documents, None)) is not None:
+            self._pieces.append(piece)
+            self._ends.append(self.size + len(piece))
+        parts = range(bisect_right(self._ends, first) - 1, bisect_left(self._ends, stop, 0, len(self._pieces)))
+        return [self._pieces[part][max(0, first - self._ends[part]) : stop - self._ends[part]] for part in parts]
+
+
 class Lane:
     """The text of a source in a lane."""
 
     def __init__(self, source: TextPart, lane: int, lanes: int):
-        self._source, self._lane, self._lanes, self._lock = source, lane, lanes, threading.Lock()
+        self._source, self._lane, self._lock = source, lane, threading.Lock()
         self._units, self._ends = list[tuple[int, int]](), [0]
-        """Unit and pass of each part of the text, and the place of its end, after 0."""
-        self._cached = dict[int, np.ndarray]()
-        self._epoch = 0
+        """Unit and pass of each part of the text, and the place of its end, after 0; of the last it may be unknown."""
+        self._cached = dict[int, UnitText]()
+        self._epoch, self._lanes, self._order = 0, lanes, source.order(0)[lane::lanes]
 
     def read(self, first: int, stop: int) -> np.ndarray:
         """The tokens at these places, int32 [stop - first]."""
+        pieces = list[np.ndarray]()
         with self._lock:
-            while self._ends[-1] < stop:
-                self._extend()
-            pieces, part = list[np.ndarray](), bisect_right(self._ends, first) - 1
             while first < stop:
-                start, end = self._ends[part], self._ends[part + 1]
-                if end > first:
-                    pieces.append(self._part(part)[first - start : stop - start])
-                    first = min(end, stop)
-                part += 1
-            return np.concatenate(pieces)
+                if (part := bisect_right(self._ends, first) - 1) == len(self._units):
+                    self._extend()
+                    continue
+                start, text = self._ends[part], self._part(part)
+                pieces += (found := text.read(first - start, stop - start))
+                first += sum(map(len, found))
+                if part + 1 == len(self._ends) and text.size < stop - start:
+                    self._ends.append(start + text.size)
+        return np.concatenate(pieces)
 
     def _extend(self) -> None:
-        """Adds a part; reads it only if its count of tokens is unknown."""
-        if (place := len(self._units) - self._epoch * self._per_epoch) == self._per_epoch:
-            if self._ends[-1] == self._ends[-1 - self._per_epoch]:
+        """Adds a part, with its end if the count of its tokens is known."""
+        per_epoch = len(self._order)
+        if (place := len(self._units) - self._epoch * per_epoch) == per_epoch:
+            if self._ends[-1] == self._ends[-1 - per_epoch]:
                 raise UserError(f"data: the files of {self._source.pattern} have no text in lane {self._lane}")
             self._epoch, place = self._epoch + 1, 0
-        unit = int(self._source.order(self._epoch)[self._lane :: self._lanes][place])
+            self._order = self._source.order(self._epoch)[self._lane :: self._lanes]
+        unit = int(self._order[place])
         self._units.append((unit, self._epoch))
-        if (count := self._source.counts.get(unit)) is None:
-            count = len(self._part(len(self._units) - 1))
-        self._ends.append(self._ends[-1] + count)
+        if (count := self._source.counts.get(unit)) is not None:
+            self._ends.append(self._ends[-1] + count)
 
-    @cached_property
-    def _per_epoch(self) -> int:
-        return len(range(self._lane, self._source.units, self._lanes))
-
-    def _part(self, part: int) -> np.ndarray:
+    def _part(self, part: int) -> UnitText:
         if part not in self._cached:
             while len(self._cached) >= CACHED:
                 del self._cached[next(iter(self._cached))]
-            self._cached[part] = self._source.tokens(*self._units[part])
+            self._cached[part] = UnitText(self._source.tokens(*self._units[part]))
         return self._cached[part]
 
 
@@ -177,7 +197,9 @@ class StreamRows:
         counts = np.maximum(np.floor(exact).astype(int), 1)
         for source in np.argsort(-(exact - counts), kind="stable")[: max(0, PATTERN - int(counts.sum()))]:
             counts[source] += 1
-        self.counts, self._pattern = counts, np.repeat(np.arange(len(paths)), counts)
+        self.counts, self._pattern = counts, np.repeat(np.arange(len(paths), dtype=np.int16), counts)
+        self._patterns = dict[int, tuple[np.ndarray, np.ndarray]]()
+        """Of each lane: the source of each of PATTERN rows, and how many rows of the source are before it."""
         self._settings = repr((patterns, config.lanes, config.shuffle, seed, length))
         self._texts = dict[tuple[int, int], Lane]()
         self._lock = threading.Lock()
@@ -197,9 +219,14 @@ class StreamRows:
         """TextPart, lane and number of a row in the text of the source in the lane."""
         number, lane = divmod(row, self._lanes)
         period, place = divmod(number, len(self._pattern))
-        pattern = np.random.RandomState([self._seed, lane]).permutation(self._pattern)
-        source = int(pattern[place])
-        return source, lane, period * int(self.counts[source]) + int((pattern[:place] == source).sum())
+        if lane not in self._patterns:
+            pattern = np.random.RandomState([self._seed, lane]).permutation(self._pattern)
+            before = np.empty_like(pattern)
+            for source, count in enumerate(self.counts):
+                before[pattern == source] = np.arange(count)
+            self._patterns[lane] = pattern, before
+        source, before_it = (int(values[place]) for values in self._patterns[lane])
+        return source, lane, period * int(self.counts[source]) + before_it
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         check_row(self, row)
