@@ -81,3 +81,8 @@ def path_argument(text: str) -> str:
     if (problem := url_problem(text)) is not None:
         raise argparse.ArgumentTypeError("; ".join(problem))
     return text
+
+
+def stored_argument(text: str) -> str:
+    """A path or s3:// or gs://, as the `type` of an option of argparse, which refuses other URLs."""
+    return text if store_url(text) is not None else path_argument(text)

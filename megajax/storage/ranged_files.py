@@ -22,7 +22,7 @@ from megajax.display.text import byte_size
 from megajax.storage.disk import write_whole
 from megajax.storage.index_cache import user_cache
 from megajax.storage.reading import ChangedFile
-from megajax.storage.stores import Store, in_parallel
+from megajax.storage.stores import Store, in_parallel, open_object
 
 BLOCK = 1 << 20
 """Bytes of a block: rows of a shuffled run need some 10 kB each, from anywhere, and a request takes some 30 ms."""
@@ -236,6 +236,24 @@ def replaced(url: str, missing: str) -> ChangedFile:
         f"{url}: {missing}. Another program has replaced it during the run. Restore the object; the same command goes "
         "on from the last checkpoint."
     )
+
+
+BUFFER = 1 << 23
+"""Bytes that `open_stored` requests at a time."""
+
+
+def open_stored(url: str, generation: bytes) -> io.BufferedReader:
+    """An object, open for reading in order; its blocks are kept in the user's cache folder.
+
+    Raises ChangedFile on a read if it has another generation, StoreError.
+    """
+    (store, name), blocks = open_object(url), BlockCache()
+    blocks.generations[url] = generation
+    try:
+        size = store.size(name)
+    except FileNotFoundError:
+        raise replaced(url, "it was deleted") from None
+    return io.BufferedReader(StoredStream(StoredFile(store, name, size, blocks)), BUFFER)
 
 
 class StoredStream(io.RawIOBase):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
+from megajax.config.file_paths import PathText, StoredText, store_url
 from megajax.data.rows.config import at_least
 from megajax.layers.checks import above_zero
 from megajax.training.run_config import RunConfig
@@ -32,8 +32,8 @@ class LanguageTask(Builds):
         files = {name: getattr(self, name) for name in ("path", "paths") if hasattr(self, name)}
         problems += [Problem(name, "is empty") for name, value in files.items() if not (value and all(value))]
         path = files.get("path")
-        if path and not Path(path).expanduser().is_file():
-            hint = "nothing is downloaded: give a local file"
+        if path and store_url(path) is None and not Path(path).expanduser().is_file():
+            hint = "nothing is downloaded: give a local file, or s3://BUCKET/FILE or gs://BUCKET/FILE"
             problems.append(Problem("path", f"{path} does not exist", hint))
         return problems
 
@@ -46,7 +46,7 @@ class PerplexityConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:TokenFiles"
-    paths: tuple[PathText, ...]
+    paths: tuple[StoredText, ...]
     """Prefixes of .bin and .idx files."""
     stride: int | None = None
     """Tokens between the starts of windows. Each token is scored once, given the tokens before it in the window that
@@ -64,7 +64,7 @@ class TextConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Text"
-    path: PathText
+    path: StoredText
     """A text file (one document), or a .jsonl file with one document in `key` of each line."""
     key: str = "text"
     """Key of a document in a .jsonl file."""
@@ -92,7 +92,7 @@ class WikitextConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Wikitext"
-    path: PathText
+    path: StoredText
     """The text, such as wiki.test.tokens."""
     stride: int | None = 32
     """Tokens between the starts of windows, Megatron-LM's --overlapping-eval. None: the length of a row."""
@@ -110,7 +110,7 @@ class LambadaConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.loglikelihood:Lambada"
-    path: PathText
+    path: StoredText
     """A .jsonl file with `text` in each line."""
     strict: bool = False
     """Whether to score the whole last word, with all its tokens, instead of the last token of the text."""
@@ -126,7 +126,7 @@ class ChoicesConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.loglikelihood:Choices"
-    path: PathText
+    path: StoredText
     """A .jsonl file with `context`, `choices` and `answer`, the index of the correct choice from 0, in each line."""
     delimiter: str = " "
     """Text between the context and a choice."""

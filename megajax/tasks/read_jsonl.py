@@ -1,18 +1,18 @@
-"""Read the local files of tasks. Errors name the file and line."""
+"""Read the files of tasks. Errors name the file and line."""
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
+from megajax.storage.local_copies import local_file
 
 
 def read_text(path: str) -> str:
-    """The text of a UTF-8 file with its original newlines. Raises UserError."""
+    """The text of a UTF-8 file, on a disk or in a store, with its original newlines. Raises UserError, StoreError."""
     try:
-        return Path(path).expanduser().read_bytes().decode("utf-8")
+        return local_file(path).read_bytes().decode("utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}. Give a local file.") from error
     except UnicodeDecodeError as error:

@@ -13,12 +13,17 @@ from test_streams import TEXTS, rows_of, write
 from megajax.config.errors import UserError
 from megajax.data.chat.files import _lines
 from megajax.data.checksum import full_checksums, group_files, sample_checksums
+from megajax.data.preprocessing.preprocessing import preprocess
+from megajax.data.preprocessing.text_files import find_files, open_text
 from megajax.interop.formats import local_name
 from megajax.storage import local_copies, ranged_files, stores
 from megajax.storage.local_copies import local_file, local_folder
 from megajax.storage.ranged_files import BlockCache
 from megajax.storage.reading import ChangedFile
 from megajax.storage.stores import open_store
+from megajax.tasks.command import parse_tasks
+from megajax.tasks.read_jsonl import read_lines
+from tests.data.text_jobs import content, job
 
 pytest.importorskip("moto")
 
@@ -59,6 +64,42 @@ def test_a_stream_has_the_rows_of_the_disk(bucket: str, kind: str, tmp_path: Pat
     resumed = rows_of(url, cache=tmp_path / "stored")
     np.testing.assert_array_equal(resumed[130]["labels"], local[130]["labels"])
     assert resumed.files() == [url.replace("**/[01]", f"web/{number}") for number in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_preprocessing_reads_objects_as_files(bucket: str, kind: str, tmp_path: Path) -> None:
+    for number in range(2):
+        write(tmp_path / f"{number}.{kind}", TEXTS[number::2])
+        put(tmp_path / f"{number}.{kind}", f"{bucket}/texts-{kind}/{number}.{kind}")
+    (tmp_path / "ignored").touch()
+    put(tmp_path / "ignored", f"{bucket}/texts-{kind}/ignored")
+    local = preprocess(job(tmp_path, tmp_path / f"0.{kind}", tmp_path / f"1.{kind}", prefix=str(tmp_path / "local")))
+    for number, place in enumerate(("", "/*.*", f"/[01].{kind}")):
+        prefix = str(tmp_path / f"stored{number}")
+        stored = preprocess(job(tmp_path, f"{bucket}/texts-{kind}{place}", prefix=prefix, partitions=1 + number))
+        assert content(stored.prefixes[0]) == content(local.prefixes[0])
+
+
+def test_preprocessing_of_objects_that_are_missing_or_replaced(bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--input (s3|gs)://bucket/none.jsonl: no such file, folder or match"):
+        find_files([f"{bucket}/none.jsonl"])
+    write(tmp_path / "a.jsonl", TEXTS)
+    put(tmp_path / "a.jsonl", f"{bucket}/replaced/a.jsonl")
+    (file,) = find_files([f"{bucket}/replaced/a.jsonl"])
+    write(tmp_path / "a.jsonl", TEXTS[::-1])
+    put(tmp_path / "a.jsonl", f"{bucket}/replaced/a.jsonl")
+    with (
+        pytest.raises(ChangedFile, match=r"it has another generation"),
+        open_text(file.path, file.generation) as (text, _),
+    ):
+        text.read()
+
+
+def test_tasks_read_objects(bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "questions.jsonl").write_text('{"text": "a b"}\n')
+    put(tmp_path / "questions.jsonl", f"{bucket}/tasks/questions.jsonl")
+    (task,) = parse_tasks(f"lambada:{bucket}/tasks/questions.jsonl:strict=true")
+    assert task.strict and [*read_lines(task.path, {"text": str})] == [(1, {"text": "a b"})]
 
 
 def test_streams_that_are_missing_replaced_or_too_large(bucket: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megajax.config.class_references import Builds
 from megajax.config.compose import override
 from megajax.config.errors import UserError
 from megajax.config.field_types import default
-from megajax.config.file_paths import path_argument
+from megajax.config.file_paths import path_argument, stored_argument
 from megajax.config.hints import did_you_mean, download_hint
 from megajax.config.overrides import plain_name
 from megajax.data.preprocessing.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
@@ -207,9 +207,10 @@ def command_line() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--input", nargs="+", type=path_argument, required=True, metavar="PATH", help="files, patterns or "
-        "folders of .jsonl, .txt, also .gz and .zst, or .parquet, in the order of the documents")  # fmt: skip
-    add("--target", nargs="+", type=path_argument, default=[], metavar="PATH", help="files of plain text whose "
+    add("--input", nargs="+", type=stored_argument, required=True, metavar="PATH", help="files, patterns or "
+        "folders of .jsonl, .txt, also .gz and .zst, or .parquet, in the order of the documents; also s3:// or "
+        "gs://")  # fmt: skip
+    add("--target", nargs="+", type=stored_argument, default=[], metavar="PATH", help="files of plain text whose "
         "lines correspond to those of --input, as translations; writes PREFIX_source_document and "
         "PREFIX_target_document")  # fmt: skip
     add("--output-prefix", type=path_argument, required=True, metavar="PREFIX", help="path of the output, without "

@@ -11,10 +11,12 @@ import re
 import zlib
 from collections.abc import Buffer, Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
+from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
 
 
@@ -103,6 +105,7 @@ class TextFile:
         size: bytes on disk; for a pair, of both files; for a part, its share.
         second: for pairs, the file whose lines correspond to those of `path`.
         start, stop: range of the part: bytes of the text, or row groups of Parquet; stop None: to the end.
+        generation, second_generation: of objects in a store, which are read by ranges; b"" for files.
     """
 
     path: str
@@ -111,6 +114,8 @@ class TextFile:
     second: str | None = None
     start: int = 0
     stop: int | None = None
+    generation: bytes = b""
+    second_generation: bytes = b""
 
     @property
     def compressed(self) -> bool:
@@ -140,7 +145,7 @@ class Chunk:
     def line_number(self, offset: int) -> int:
         """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""
         lines, remaining_bytes = 1, self.start + offset
-        with open_text(self.file.path) as (stream, _):
+        with open_text(self.file.path, self.file.generation) as (stream, _):
             while remaining_bytes > 0 and (block := stream.read(min(remaining_bytes, 1 << 20))):
                 lines += block.count(b"\n")
                 remaining_bytes -= len(block)
@@ -150,12 +155,15 @@ class Chunk:
 def find_files(inputs: Sequence[str], format: str | None = None, option: str = "--input") -> list[TextFile]:
     """Files for paths, patterns (`*`, `?`, `[…]`, `**`) and folders (searched recursively), in the given order.
 
+    All may also be in an object store, s3:// or gs://, without `?`.
+
     Args:
         format: of all files, one of SUFFIXES; None: by their names.
         option: the command-line option of the inputs, for messages.
 
     Raises:
         UserError: no file, an unknown suffix, or a duplicate file.
+        StoreError: a store does not answer.
     """
     paths: dict[str, str] = {}
     for pattern in inputs:
@@ -166,7 +174,29 @@ def find_files(inputs: Sequence[str], format: str | None = None, option: str = "
             if paths.setdefault(os.path.realpath(path), path) is not path:
                 raise UserError(f"{option}: {path} is given twice, which would repeat its documents. Name it once.")
     formats = {path: _format(path) if format is None else format for path in paths.values()}
-    return [TextFile(path, kind, os.stat(path).st_size) for path, kind in formats.items()]
+    facts = stores("in_parallel")(_facts, formats) if any(map(store_url, formats)) else map(_facts, formats)
+    return [
+        TextFile(path, kind, size, generation=generation)
+        for (path, kind), (size, generation) in zip(formats.items(), facts, strict=True)
+    ]
+
+
+def _facts(path: str) -> tuple[int, bytes]:
+    """Bytes on disk; of an object in a store also its generation."""
+    if store_url(path) is None:
+        return os.stat(path).st_size, b""
+    store, name = stores("open_object")(path)
+    return store.size(name), store.stamp(name)
+
+
+def stores(name: str) -> Any:
+    """A function of megajax.storage.stores, which imports numpy."""
+    return resolve(f"megajax.storage.stores:{name}")
+
+
+def open_stored(path: str, generation: bytes) -> io.BufferedIOBase:
+    """An object in a store, open for reading. Raises StoreError; on a read, ChangedFile for another generation."""
+    return resolve("megajax.storage.ranged_files:open_stored")(path, generation)
 
 
 def find_pairs(inputs: Sequence[str], targets: Sequence[str], format: str | None = None) -> list[TextFile]:
@@ -183,13 +213,27 @@ def find_pairs(inputs: Sequence[str], targets: Sequence[str], format: str | None
         message = f"{len(sides[0])} file(s) of --input and {len(sides[1])} of --target: each file needs its target"
         raise UserError(f"{message}. Give both in the same order.")
     pairs = zip(*sides, strict=True)
-    return [TextFile(source.path, "pairs", source.size + target.size, second=target.path) for source, target in pairs]
+    return [
+        replace(
+            source,
+            format="pairs",
+            size=source.size + target.size,
+            second=target.path,
+            second_generation=target.generation,
+        )
+        for source, target in pairs
+    ]
 
 
 def _expand(pattern: str) -> list[str]:
+    suffixes = sum(SUFFIXES.values(), ())
+    if (url := store_url(pattern)) is not None:
+        (store, below), matching = map(stores("open_pattern"), (url, f"{url}/**")), stores("matching")
+        found = [f"{store}/{name}" for name in matching(store, url)]
+        names = [] if found else matching(below, f"{url}/**")
+        return found or [f"{below}/{name}" for name in names if _without_compression(name).endswith(suffixes)]
     if os.path.isdir(pattern):
         every = (os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names)
-        suffixes = sum(SUFFIXES.values(), ())
         return sorted(path for path in every if _without_compression(path).endswith(suffixes))
     if os.path.exists(pattern):
         return [pattern]
@@ -249,14 +293,16 @@ class _ZstandardText(io.RawIOBase):
 
 
 @contextmanager
-def open_text(path: str) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
+def open_text(path: str, generation: bytes = b"") -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
     """The file's text, decompressed by its suffix, and a function that returns the bytes on disk read so far.
+
+    generation: of an object in a store; b"" for a file.
 
     Raises:
         UserError: the file can't be opened, is damaged, or needs a package that is not installed.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115
+        file = open_stored(path, generation) if generation else open(path, "rb")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
     with file, unpacked(file, path) as stream:

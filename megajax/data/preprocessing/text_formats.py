@@ -15,7 +15,15 @@ from typing import Any, Protocol
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import Budget, Limits
-from megajax.data.preprocessing.text_files import Chunk, DocumentRule, EachLine, TextFile, WholeFile, open_text
+from megajax.data.preprocessing.text_files import (
+    Chunk,
+    DocumentRule,
+    EachLine,
+    TextFile,
+    WholeFile,
+    open_stored,
+    open_text,
+)
 
 LIMITS = Limits(bytes=2**31)
 """Of the text up to the next document of a file, which is in memory at once."""
@@ -141,7 +149,7 @@ class Parquet(TextFormat):
     keys: tuple[str, ...]
 
     def parts(self, file: TextFile, cuts: Sequence[int]) -> list[TextFile]:
-        with _open_parquet(file.path) as parquet:
+        with _open_parquet(file) as parquet:
             groups = parquet.num_row_groups
         borders = sorted({0, *(-(-offset * groups // file.size) for offset in cuts), groups})
         share = file.size / max(groups, 1)
@@ -151,7 +159,7 @@ class Parquet(TextFormat):
         ] or [file]
 
     def chunks(self, file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
-        with _open_parquet(file.path) as parquet:
+        with _open_parquet(file) as parquet:
             groups, schema = parquet.num_row_groups, parquet.schema_arrow
         self._check_columns(file.path, schema)
         stop = groups if file.stop is None else file.stop
@@ -176,7 +184,7 @@ class Parquet(TextFormat):
 
     def rows(self, chunk: Chunk) -> Iterator[tuple[int, Any]]:
         place, binary = 0, require("pyarrow", "Parquet").binary()
-        with _open_parquet(chunk.file.path) as parquet:
+        with _open_parquet(chunk.file) as parquet:
             for batch in parquet.iter_batches(1024, row_groups=[chunk.start], columns=list(self.keys)):
                 columns = [batch.column(key) for key in self.keys]
                 columns = [getattr(column, "dictionary_decode", lambda column=column: column)() for column in columns]
@@ -192,7 +200,7 @@ class Parquet(TextFormat):
         return row
 
     def location(self, chunk: Chunk, place: int) -> str:
-        with _open_parquet(chunk.file.path) as parquet:
+        with _open_parquet(chunk.file) as parquet:
             before = sum(parquet.metadata.row_group(group).num_rows for group in range(chunk.start))
         return f"row {before + place + 1}"
 
@@ -204,7 +212,10 @@ class LinePairs(TextFormat):
     def chunks(self, file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
         start = before = lines = 0
         second = str(file.second)
-        with open_text(file.path) as (sources, position), open_text(second) as (targets, also):
+        with (
+            open_text(file.path, file.generation) as (sources, position),
+            open_text(second, file.second_generation) as (targets, also),
+        ):
             while True:
                 source_lines = sources.readlines(size)
                 target_lines = [line for line in (targets.readline() for _ in source_lines) if line]
@@ -269,7 +280,7 @@ class _Until(io.RawIOBase):
 @contextmanager
 def _open_part(file: TextFile) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
     """`open_text` for the part of the file from `start` to `stop`."""
-    with open_text(file.path) as (stream, position):
+    with open_text(file.path, file.generation) as (stream, position):
         if file.stop is None:
             yield stream, position
         else:
@@ -278,12 +289,13 @@ def _open_part(file: TextFile) -> Generator[tuple[io.BufferedIOBase, Callable[[]
 
 
 @contextmanager
-def _open_parquet(path: str) -> Generator[Any]:
+def _open_parquet(source: TextFile) -> Generator[Any]:
     """A pyarrow ParquetFile. Raises UserError for a damaged file or if pyarrow is not installed."""
+    path = source.path
     errors = require("pyarrow", f"{path}, a Parquet file,").lib.ArrowException
     parquet = require("pyarrow.parquet", f"{path}, a Parquet file,")
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(open_stored(path, source.generation) if source.generation else path) as file:
             yield file
     except (errors, OSError) as error:
         raise UserError(f"{path}: damaged, or not a Parquet file: {error}. Copy it again.") from error
@@ -291,7 +303,7 @@ def _open_parquet(path: str) -> Generator[Any]:
 
 def _next_start(file: TextFile, rule: DocumentRule, place: int) -> int:
     """Start of the next document after byte `place` of an uncompressed file; its size if none follows."""
-    with open_text(file.path) as (stream, _):
+    with open_text(file.path, file.generation) as (stream, _):
         stream.seek(place)
         budget = Budget(file.path, LIMITS)
         place += len(_line(stream, budget))
