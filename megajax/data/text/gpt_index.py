@@ -111,7 +111,8 @@ def build_index(lengths: np.ndarray, request: IndexRequest, name: str, new: NewA
         raise UserError(
             f"{name}: {len(split_lengths)} of {len(lengths)} sequences fall into it (numbers {request.first} to "
             f"{request.last}), with 0 tokens: there is nothing to make rows of. Give it a larger share in data.split, "
-            "more data, or ask for no rows of it."
+            "more data, or ask for no rows of it. Plain text is one sequence, unless preprocess divides it "
+            "(--document=paragraph)."
         )
     if request.rows is None and tokens < least_tokens(request):
         request = replace(request, rows=1)  # one epoch has no row
