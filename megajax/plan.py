@@ -1,5 +1,6 @@
 """Plan a run on virtual GPU devices, or draw a pipeline's schedule: `python -m megajax.plan`."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: for anything the user has to change.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's: which instructions a schedule by costs has no cost of
     names = {plain_name(word.lstrip("-").partition("=")[0]) for word in argv if word.startswith("-")}
     if names & {"h", "help"}:
         optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS if flag not in FLAGS)

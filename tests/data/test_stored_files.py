@@ -71,7 +71,7 @@ def test_preprocessing_reads_objects_as_files(bucket: str, kind: str, tmp_path: 
     for number in range(2):
         write(tmp_path / f"{number}.{kind}", TEXTS[number::2])
         put(tmp_path / f"{number}.{kind}", f"{bucket}/texts-{kind}/{number}.{kind}")
-    (tmp_path / "ignored").touch()
+    (tmp_path / "ignored").write_text("no suffix")
     put(tmp_path / "ignored", f"{bucket}/texts-{kind}/ignored")
     local = preprocess(job(tmp_path, tmp_path / f"0.{kind}", tmp_path / f"1.{kind}", prefix=str(tmp_path / "local")))
     for number, place in enumerate(("", "/*.*", f"/[01].{kind}")):

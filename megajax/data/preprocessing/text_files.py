@@ -229,9 +229,9 @@ def _expand(pattern: str) -> list[str]:
     suffixes = sum(SUFFIXES.values(), ())
     if (url := store_url(pattern)) is not None:
         (store, below), matching = map(stores("open_pattern"), (url, f"{url}/**")), stores("matching")
-        found = [f"{store}/{name}" for name in matching(store, url)]
-        names = [] if found else matching(below, f"{url}/**")
-        return found or [f"{below}/{name}" for name in names if _without_compression(name).endswith(suffixes)]
+        objects = [f"{store}/{name}" for name in matching(store, url)]
+        names = [] if objects else matching(below, f"{url}/**")
+        return objects or [f"{below}/{name}" for name in names if _without_compression(name).endswith(suffixes)]
     if os.path.isdir(pattern):
         every = (os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names)
         return sorted(path for path in every if _without_compression(path).endswith(suffixes))

@@ -151,8 +151,8 @@ class Lane:
                     self._extend()
                     continue
                 start, text = self._ends[part], self._part(part)
-                pieces += (found := text.read(first - start, stop - start))
-                first += sum(map(len, found))
+                pieces += (tokens := text.read(first - start, stop - start))
+                first += sum(map(len, tokens))
                 if part + 1 == len(self._ends) and text.size < stop - start:
                     self._ends.append(start + text.size)
         return np.concatenate(pieces)
