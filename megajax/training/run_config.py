@@ -391,10 +391,9 @@ def _matmul(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         return
     tensor, context = cfg.parallel.tensor, cfg.parallel.context
     first, last, layers = recipe.first_layers, recipe.last_layers, cfg.model.stack.layers()
-    if first + last > layers:
-        yield Problem(
-            "precision.matmul", f"first_layers={first} and last_layers={last} are more than the {layers} there are"
-        )
+    if first + last >= layers:
+        message = f"first_layers={first} and last_layers={last} leave none of the {layers} layers to it"
+        yield Problem("precision.matmul", message, "use fewer, or matmul=none")
     sides = []
     for section in model.section_facts():
         rows = f"batch.micro_size={cfg.batch.micro_size} rows of {section.positions}"

@@ -27,7 +27,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.vision.module import interpolation_matrix
 from megajax.models.vit.config import ClassifierConfig, SegmenterConfig, ViTConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.training.config import EvaluationConfig
+from megajax.precision.config import Fp8DelayedConfig, PrecisionConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
@@ -92,6 +93,14 @@ def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 def weights(folder: Path, *fresh: str) -> CheckpointConfig:
     return CheckpointConfig(weights=(WeightsConfig(run=folder, fresh=fresh),))
+
+
+def test_scales_of_earlier_steps_begin_anew_beside_loaded_weights(pretrained: Path, tmp_path: Path) -> None:
+    precision, batch = PrecisionConfig(matmul=Fp8DelayedConfig()), BatchConfig(global_size=16, micro_size=16)
+    run, _ = started(job(tmp_path, precision=precision, batch=batch, checkpoint=weights(pretrained)))
+    assert run.state.observed and not any(np.asarray(history).any() for history in run.state.observed.values())
+    for path, weight in stored(pretrained, 1).items():
+        np.testing.assert_array_equal(run.state.params[path], weight)
 
 
 @pytest.mark.slow

@@ -254,8 +254,8 @@ def test_GPUs_without_8_bit_matmuls_are_refused_for_quantized_activations() -> N
 
 REFUSED = {
     "ends": (
-        ["--precision.matmul.first_layers=3", "--precision.matmul.last_layers=2"],
-        "first_layers=3 and last_layers=2 are more than the 4 there are",
+        ["--precision.matmul.first_layers=3", "--precision.matmul.last_layers=1"],
+        "first_layers=3 and last_layers=1 leave none of the 4 layers to it",
     ),
     "no ends": (["--precision.matmul.last_layers=-1"], "precision.matmul.last_layers: must not be negative, got -1"),
     "dtype": (["--precision.compute=float32"], "precision.matmul: needs compute=bfloat16, got float32"),

@@ -108,8 +108,9 @@ class SourceWeights:
             if not any(fnmatchcase(path, pattern) for path in inside):
                 raise UserError(f"checkpoint.weights: fresh={pattern} names none of the weights {inside}")
         paths = [path for path in inside if not any(fnmatchcase(path, pattern) for pattern in source.fresh)]
-        observed, before = _below(source.into, state.observed), _prefix(source.into)
-        declarations = declared_by(parts.cfg.model)
+        declarations, before = declared_by(parts.cfg.model), _prefix(source.into)
+        # Those of a recipe (largest magnitudes of earlier steps) are of a run, not of its weights.
+        observed = [path for path in _below(source.into, state.observed) if path in declarations]
         declared = {path.removeprefix(before): declarations[path] for path in (*inside, *observed)}
         names = {path.removeprefix(before) for path in (*paths, *observed)}
         replicated = getattr(state.step, "sharding", None)
