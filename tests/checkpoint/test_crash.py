@@ -27,13 +27,12 @@ def run_trials(folder, trials, mode, seed):
     return results
 
 
-@pytest.mark.parametrize("mode", ["asynchronous", pytest.param("retention", marks=pytest.mark.slow)])
-def test_five_kills(tmp_path, mode):
-    run_trials(tmp_path / "checkpoints", 5, mode, 0)
+def test_three_kills(tmp_path):
+    run_trials(tmp_path / "checkpoints", 3, "asynchronous", 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["synchronous", "failing", "retention"])
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "failing", "retention"])
 def test_fifteen_kills(tmp_path, mode):
     results = run_trials(tmp_path / "checkpoints", 15, mode, 3)
     half_deleted = [names for result in results if (names := result["in_the_middle"]) and names[0].endswith("deleting")]

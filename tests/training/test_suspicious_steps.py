@@ -13,14 +13,13 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.faults.config import ResilienceConfig
-from megajax.faults.spikes import SpikeRule
 from megajax.job.faults.watch import Watch
 from megajax.job.job import train
 from megajax.layers.param import ONES, ParamSpec
 from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.training.guarded.faults import NumericFault, UnrepeatedFault
-from megajax.training.guarded.guard import Guard
+from megajax.training.guarded.guard import Guard, SpikeRule
 from megajax.training.guarded.loop import run_guarded_steps
 from megajax.training.guarded.nonfinite import nonfinite_message
 from megajax.training.program import Program
