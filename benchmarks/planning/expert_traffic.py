@@ -86,7 +86,7 @@ def measure_traffic(hidden: int, moe: MoEConfig, devices: int) -> dict[str, Any]
         runs = collective.place.runs(plan.unknown_trips) or 0
         share = (devices - 1) / devices * collective.bytes * runs / (plan.microbatches * LAYERS) / MIB
         received[collective.kind] = received.get(collective.kind, 0.0) + share
-    compiled_bytes = audit(plan.text, plan.unknown_trips).to_dict()["bytes_per_step"]
+    compiled_bytes = audit(plan.text, plan.unknown_trips, plan.costs.over_mean).to_dict()["bytes_per_step"]
     traffic = compiled_bytes, bytes_per_step(Case(cfg, plan.cluster).estimate)
     large = [collective for collective in collectives if collective.bytes > MIB]
     facts, sharding = moe.expert_facts(hidden), ExpertSharding(expert=devices)

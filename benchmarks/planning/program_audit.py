@@ -65,7 +65,7 @@ def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
     cluster, _ = read_cluster(devices)
     assert cluster is not None
     plan = compile_train_step(cfg, cluster)
-    return plan, audit(plan.text, plan.unknown_trips)
+    return plan, audit(plan.text, plan.unknown_trips, plan.costs.over_mean)
 
 
 def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Bytes are the least that a kernel needs: each operand is read once; of a sliced operand only the slice counts, of an
 in-place update only the part that is updated. A kernel counts as often as it runs: by the trip counts of its loops and,
-in a conditional, by the fraction of the runs that take its branch (see `_shares`).
+in a conditional, by the fraction of the runs that take its branch (see `_shares`). Grouped matmuls skip rows of experts
+without tokens: of rows, only those that a balanced router fills count.
 """
 
 import re
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megajax.compiled import hlo
 from megajax.compiled.gpus import GIB
@@ -110,27 +111,35 @@ class Audit:
         return {"bytes_per_step": self.by_class(), "bytes_of_workspace": self.workspace()}
 
 
-def audit(text: str, unknown_trips: int = 1) -> Audit:
+class Context(NamedTuple):
+    """What the bytes and the runs of an instruction depend on beside its text."""
+
+    place: hlo.Place = hlo.Place()
+    unknown_trips: int = 1
+    """See `hlo.rounds`."""
+    over_mean: float = 1.0
+    """Rows that experts have room for over those that a balanced router fills."""
+
+
+def audit(text: str, unknown_trips: int = 1, over_mean: float = 1.0) -> Audit:
     """Read `compiled.as_text()`. Raises ValueError for other text.
 
-    unknown_trips: see `hlo.rounds`. Conditionals of unknown frequency that have an idle branch count as
-    always working.
+    unknown_trips, over_mean: see `Context`. Conditionals of unknown frequency that have an idle branch count as always
+    working.
     """
     program = hlo.Program.read(text)
-    return Audit(tuple(_kernels(program, program.entry, (hlo.Place(), unknown_trips), count(1))))
+    return Audit(tuple(_kernels(program, program.entry, Context(hlo.Place(), unknown_trips, over_mean), count(1))))
 
 
-def _kernels(
-    program: hlo.Program, name: str, context: tuple[hlo.Place, int], numbers: Iterator[int]
-) -> Iterator[Kernel]:
-    """Kernels of a computation and of all it calls; context: its place, and `unknown_trips`."""
-    computation, (place, unknown_trips) = program.computations[name], context
+def _kernels(program: hlo.Program, name: str, context: Context, numbers: Iterator[int]) -> Iterator[Kernel]:
+    """Kernels of a computation and of all it calls."""
+    computation, place = program.computations[name], context.place
     for op in computation.values():
         if op.opcode == "while":
-            inner = place.inside(op, next(numbers))
-            yield from _kernels(program, op.callees["body"][0], (inner, unknown_trips), count(1))
+            inner = context._replace(place=place.inside(op, next(numbers)))
+            yield from _kernels(program, op.callees["body"][0], inner, count(1))
         elif op.opcode == "conditional":
-            inside = hlo.Place(place.path, place.trips, True, place.share), unknown_trips
+            inside = context._replace(place=replace(place, conditional=True))
             names = program.callees_of(op, "branches")
             branches = [[*_kernels(program, branch, inside, numbers)] for branch in names]
             for branch, share in zip(branches, _shares(branches, op.share), strict=True):
@@ -145,7 +154,7 @@ def _kernels(
 def branch_shares(program: hlo.Program, op: hlo.Instruction) -> list[tuple[str, float]]:
     """(computation, share of the runs) of each branch of a conditional, see `_shares`."""
     names = [*program.callees_of(op, "branches")]
-    branches = [[*_kernels(program, name, (hlo.Place(), 1), count(1))] for name in names]
+    branches = [[*_kernels(program, name, Context(), count(1))] for name in names]
     return [*zip(names, _shares(branches, op.share), strict=True)]
 
 
@@ -169,19 +178,16 @@ def _shares(branches: Sequence[Sequence[Kernel]], busy: float | None) -> list[fl
 
 
 def kernel_of(
-    program: hlo.Program,
-    root: hlo.Instruction,
-    home: hlo.Computation,
-    context: tuple[hlo.Place, int] = (hlo.Place(), 1),
+    program: hlo.Program, root: hlo.Instruction, home: hlo.Computation, context: Context = Context()
 ) -> Kernel:
-    """The kernel of an instruction. context: its place, and `unknown_trips`."""
-    place, unknown_trips = context
+    """The kernel of an instruction."""
+    place, unknown_trips, over_mean = context
     inner = [program.computations[name] for name in program.callees_of(root, "calls")]
     body = inner[0] if inner else {root.name: root}
     if inner:
         bytes_read, bytes_written = _bytes_read(body), _bytes_written(next(reversed(body.values())), body)
     else:
-        bytes_read, bytes_written = _unfused(root, home)
+        bytes_read, bytes_written = _unfused(root, home, over_mean if _is_grouped(root) else 1)
     return Kernel(
         name=root.name,
         work=_work(program, root, body),
@@ -210,9 +216,8 @@ def _work(program: hlo.Program, root: hlo.Instruction, body: hlo.Computation) ->
     targets = [op.target or "" for op in body.values()]
     if any(opcode.removesuffix(hlo.START) in hlo.COLLECTIVES for opcode in opcodes | {root.opcode}):
         return "collective"
-    # Pallas kernels in Mosaic are grouped matmuls, those in Triton have a name.
-    grouped = "mosaic" in (root.target or "") or "grouped_" in root.attributes
-    if any("fmha" in target for target in targets) or ("pallas_call" in root.attributes and not grouped):
+    of_pallas = "pallas_call" in root.attributes and not _is_grouped(root)
+    if any("fmha" in target for target in targets) or of_pallas:
         return "attention"
     if program.matmuls(root):
         return "matmul"
@@ -226,12 +231,24 @@ def _work(program: hlo.Program, root: hlo.Instruction, body: hlo.Computation) ->
     return "cast" if numbers <= MOVING | {"convert"} else "compute"
 
 
-def _unfused(op: hlo.Instruction, home: hlo.Computation) -> tuple[int, int]:
-    """(read, written) of an instruction that is a kernel by itself."""
+def _is_grouped(op: hlo.Instruction) -> bool:
+    """Whether it is a grouped matmul. Pallas kernels in Mosaic are, those in Triton have a name."""
+    return op.opcode == "ragged-dot" or "mosaic" in (op.target or "") or "grouped_" in op.attributes
+
+
+def _unfused(op: hlo.Instruction, home: hlo.Computation, over_mean: float) -> tuple[int, int]:
+    """(read, written) of an instruction that is a kernel by itself; over_mean: see `_skipping`."""
     if op.opcode in SLICING or op.opcode == "dynamic-update-slice":
         part = hlo.size(op.shape if op.opcode in SLICING else home[op.operands[1]].shape)
         return part, part
-    return sum(hlo.size(home[name].shape) for name in op.operands if name in home), hlo.size(_result(op))
+    operands = (home[name].shape for name in op.operands if name in home)
+    return sum(_skipping(shape, over_mean) for shape in operands), _skipping(_result(op), over_mean)
+
+
+def _skipping(shape: str, over_mean: float) -> int:
+    """Bytes of arrays: of those of two dimensions, without the rows that no token fills."""
+    parts = _ONE_ARRAY.findall(shape)
+    return sum(round(hlo.size(part) / (over_mean if part.count(",") == 1 else 1)) for part in parts)
 
 
 def _bytes_read(body: hlo.Computation) -> int:

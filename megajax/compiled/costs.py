@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from megajax.compiled import hlo
-from megajax.compiled.audit import Kernel, branch_shares, kernel_of
+from megajax.compiled.audit import Context, Kernel, branch_shares, kernel_of
 from megajax.compiled.gpus import OVERHEAD, Device
 from megajax.compiled.links import Span
 from megajax.compiled.links import seconds as link_seconds
@@ -76,7 +76,7 @@ class Costs:
         return self._kernels[op.name]
 
     def _kernel(self, op: hlo.Instruction, home: hlo.Computation) -> float:
-        kernel = kernel_of(self.program, op, home)
+        kernel = kernel_of(self.program, op, home, Context(over_mean=self.over_mean))
         moving = (kernel.bytes - kernel.workspace) / self.device.memory_rate
         if kernel.work not in ("matmul", "attention"):
             return OVERHEAD * moving

@@ -374,6 +374,8 @@ class KernelWork(NamedTuple):
     """Scores of all heads, one per key. For a state space: weights of the other positions of a chunk."""
     moved: float = 0.0
     """Elements that a fused kernel of a recurrence moves beside its inputs and outputs, forward and backward."""
+    plain: float = 0.0
+    """The same in plain JAX, counted in compiled programs; 0: they are not counted."""
 
 
 class MixerFacts(NamedTuple):

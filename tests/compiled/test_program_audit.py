@@ -246,3 +246,16 @@ def test_kernels_of_experts_are_matmuls(call: str, work: str) -> None:
     text = "\n  ".join(["ENTRY %main (q: f32[256]) -> f32[256] {", *lines]) + "\n}\n"
     (kernel,) = audit(text).kernels
     assert kernel.work == work
+
+
+@pytest.mark.parametrize("call", ["ragged-dot(%x, %w)", 'custom-call(%x, %w), custom_call_target="mosaic_gpu_v2"'])
+def test_rows_without_tokens_are_not_read(call: str) -> None:
+    text = f"""ENTRY %main (x: bf16[1024,64], w: bf16[8,64,32]) -> bf16[1024,32] {{
+  %x = bf16[1024,64]{{1,0}} parameter(0)
+  %w = bf16[8,64,32]{{2,1,0}} parameter(1)
+  ROOT %y = bf16[1024,32]{{1,0}} {call}
+}}
+"""
+    rows, matrices = 2 * 1024 * (64 + 32), 2 * 8 * 64 * 32
+    for over_mean in (1, 4):
+        assert audit(text, over_mean=over_mean).by_class()["matmul"] == rows / over_mean + matrices

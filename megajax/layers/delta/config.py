@@ -19,6 +19,8 @@ DIRECT = 16
 STATE_PASSES, PAIR_PASSES, CHANNEL_PASSES = 6.5, 39.0, 56.0
 """Passes of the Triton kernels, in elements of the compute dtype, over states of chunks, squares of chunks and decays
 by channel."""
+PLAIN_STATES, PLAIN_PAIRS, PLAIN_INPUTS, PLAIN_CHANNELS = 72.0, 80.0, 109.0, 380.0
+"""The same in plain JAX: over states of chunks, squares, keys with values, and decays by channel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,17 +166,18 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         chunk = min(self.chunk, keys)
         pairs = chunk * (2 * self.keys + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
         states = 3 * self.inner * self.key_dim
-        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads, self.moved(chunk))
+        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads, *self.moved(chunk))
 
-    def moved(self, chunk: float) -> float:
-        """`KernelWork.moved` of the Triton kernels, else 0: states of chunks, and squares of chunks between kernels.
+    def moved(self, chunk: float) -> tuple[float, float]:
+        """`KernelWork.moved` (0 without the Triton kernels) and `plain`: states, squares of chunks, and the rest.
 
         The passes are those of compiled programs, in bfloat16 (docs/models.md#kernel-of-gated-delta-nets).
         """
-        if self.kernel != "triton":
-            return 0.0
-        by_channel = CHANNEL_PASSES * self.heads * self.key_dim * (len(self.decays) > 1)
-        return STATE_PASSES * self.inner * self.key_dim / chunk + PAIR_PASSES * chunk * self.heads + by_channel
+        states, pairs, keys = self.inner * self.key_dim / chunk, chunk * self.heads, self.heads * self.key_dim
+        channels = keys * (len(self.decays) > 1)
+        moved = STATE_PASSES * states + PAIR_PASSES * pairs + CHANNEL_PASSES * channels
+        plain = PLAIN_STATES * states + PLAIN_PAIRS * pairs + PLAIN_INPUTS * (keys + self.inner) + PLAIN_CHANNELS * channels
+        return moved * (self.kernel == "triton"), plain
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs and outputs of the kernel, and the gate."""
@@ -264,7 +267,7 @@ class KimiDeltaConfig(GatedDeltaNetConfig):
         pairs = chunk * (2 * channels + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
         states = 3 * self.inner * self.key_dim
         return KernelWork(
-            pairs + states, pairs / 2 + states, 2 * chunk * self.heads + DIRECT * channels, self.moved(chunk)
+            pairs + states, pairs / 2 + states, 2 * chunk * self.heads + DIRECT * channels, *self.moved(chunk)
         )
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:

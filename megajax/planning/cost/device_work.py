@@ -41,6 +41,9 @@ WIDENED_BYTES = 6.0
 """Bytes of widening an element to bfloat16 again for two products, where a device does not multiply blocks."""
 SCORE_BYTES = 24
 """Bytes of one attention score, forward and backward, where scores are kept: softmax, mask and gradients."""
+COUNTED_SHARE = 0.45
+"""Share of the rates of memory and matmuls that a recurrence in plain JAX reaches, if all its bytes are counted: the
+rest is the time of small float32 matmuls, by the constants of compiled programs."""
 LOGIT_BYTES = 14
 """Bytes of one logit, beside the matmuls, in a loss by chunks: read in float32 for maximum, sum and gradient,
 which is written in bfloat16."""
@@ -258,13 +261,15 @@ def _attention(tower: Tower, block: BlockFacts, policy: SavePolicy, halves: Halv
             )
             once += moved / 3
         else:
-            repeat = policy.parts is not None  # scores have no name: only recompute=none saves them
-            scores = tower.tokens * mixer.work.scores / tensor * SCORE_BYTES * run.width / 2
-            rate, moving = device.matmul_rate(run.dtype), scores / 3 / device.memory_rate
-            seconds = queries * mixer.work.multiply_adds / rate + moving
-            if mixer.work.scores < mixer.heads * tower.section.length:  # of a state space, by chunks
-                seconds /= device.scan
-            behind, once = 2 * seconds, once + scores / 3
+            work, of_scores = mixer.work, mixer.work.scores * SCORE_BYTES / 2
+            # Scores have no name: only recompute=none saves them.
+            repeat = recomputed(policy, "core_attention") if work.plain else policy.parts is not None
+            stored = tower.tokens * (work.plain or of_scores) * run.width / tensor
+            by_chunks = work.scores < mixer.heads * tower.section.length  # of a state space
+            share = COUNTED_SHARE if work.plain else device.scan if by_chunks else 1.0
+            computing = queries * work.multiply_adds / device.matmul_rate(run.dtype)
+            seconds = (computing + stored / 3 / device.memory_rate) / share
+            behind, once = 2 * seconds, once + stored / 3
         forward.attention_seconds += seconds
         backward.attention_seconds += behind + repeat * seconds
         forward.attention += once

@@ -313,7 +313,7 @@ def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str,
     ]
     figures = _figures(plan, rows) | speed(step)
     if audited:
-        program = audit(plan.text, plan.unknown_trips)
+        program = audit(plan.text, plan.unknown_trips, plan.costs.over_mean)
         predicted = None if formula is None else bytes_per_step(formula)
         blocks.append(traffic_by_class(program.by_class(), cluster.device, predicted, program.workspace()))
         figures |= program.to_dict()
