@@ -147,6 +147,7 @@ from megajax.models.presets.gpt import gpt3 as gpt3
 from megajax.models.presets.gpt_oss import gpt_oss as gpt_oss
 from megajax.models.presets.granite import granite as granite
 from megajax.models.presets.granite import granite4 as granite4
+from megajax.models.presets.hybrids.falcon_h1 import falcon_h1 as falcon_h1
 from megajax.models.presets.hybrids.hybrid import hybrid_pipeline as hybrid_pipeline
 from megajax.models.presets.hybrids.hybrid import hybrid_stack as hybrid_stack
 from megajax.models.presets.hybrids.kimi_linear import kimi_linear as kimi_linear

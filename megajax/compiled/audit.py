@@ -177,9 +177,7 @@ def _shares(branches: Sequence[Sequence[Kernel]], busy: float | None) -> list[fl
     return [(1 - busy) / sum(idle) if is_idle else busy / (len(idle) - sum(idle)) for is_idle in idle]
 
 
-def kernel_of(
-    program: hlo.Program, root: hlo.Instruction, home: hlo.Computation, context: Context = Context()
-) -> Kernel:
+def kernel_of(program: hlo.Program, root: hlo.Instruction, home: hlo.Computation, context: Context) -> Kernel:
     """The kernel of an instruction."""
     place, unknown_trips, over_mean = context
     inner = [program.computations[name] for name in program.callees_of(root, "calls")]

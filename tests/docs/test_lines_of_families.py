@@ -14,6 +14,7 @@ FAMILIES, PRESETS = "megajax.interop.huggingface.families", "megajax.models.pres
 PLACES = {
     "llama4_text": ("llama4", "llama4", "llama4"),
     "kimi_linear": ("hybrids.kimi_linear", "hybrids.kimi_linear", "kimi_linear"),
+    "falcon_h1": ("hybrids.falcon_h1", "hybrids.falcon_h1", "falcon_h1"),
     "lfm2, lfm2_moe": ("hybrids.lfm2", "hybrids.lfm2", "lfm2"),
     "minimax": ("hybrids.minimax", "hybrids.minimax", "minimax"),
     "minimax_m2": ("experts.mixtures", "hybrids.minimax", "minimax_m2"),

@@ -39,7 +39,7 @@ from megajax.models.presets import (
     qwen,
     smollm,
 )
-from megajax.models.presets.hybrids import kimi_linear, lfm2, mamba, minimax
+from megajax.models.presets.hybrids import falcon_h1, kimi_linear, lfm2, mamba, minimax
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -235,6 +235,7 @@ def test_the_style_of_transformers_5_is_read_and_kept(case: tuple[str, Any, Shap
 
 PRESETS = {
     "llama4_text": (llama4.llama4, llama4.LLAMA4),
+    "falcon_h1": (falcon_h1.falcon_h1, ("debug", "0.5b", "34b")),
     "lfm2": (lfm2.lfm2, ("debug", "350m", "700m", "1.2b")),
     "lfm2_moe": (lfm2.lfm2, ("debug-moe", "8b-a1b")),
     "minimax": (minimax.minimax, minimax.MINIMAX),

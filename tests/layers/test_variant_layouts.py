@@ -73,7 +73,13 @@ FAMILIES = (
     ),
     replace(BLOCK, mlp=XieluMLPConfig(ffn=24), norm=LayerNormConfig(bias=False), norm_placement="parallel"),
     replace(BLOCK, mixer=replace(PLAIN, chunk=4, qk_norm=L2NormConfig()), norm_placement="output"),
-    replace(BLOCK, mixer=replace(PLAIN, rope=None, temperature=TemperatureConfig(scale=0.5, length=3))),
+    replace(
+        BLOCK,
+        mixer=replace(PLAIN, rope=None, temperature=TemperatureConfig(scale=0.5, length=3)),
+        beside=Mamba2Config(**SPACE, groups=2, normalised=False, input_factors=(0.5, 1.5, 2.0, 0.7, 1.2)),
+        mlp=GatedMLPConfig(ffn=24, gate_factor=0.6),
+        sum_weights=SumWeightsConfig(mixer_output=0.8, beside_output=1.3, mlp_output=0.9),
+    ),
     replace(BLOCK, mixer=ShortConvConfig(channels=24, bias=True, conv_bias=True)),
     replace(
         BLOCK,

@@ -21,6 +21,7 @@ CASES = {
     "nemotron_h": (2, 12, 1.0, PIPELINE),
     "nemotron3": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "llama4": (8, 12, 1.0, ("parallel.expert=2", "parallel.context=2", "parallel.context_strategy=ring")),
+    "falcon_h1": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "lfm2": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "minimax": (8, 12, 0.8, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "glm4_moe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),

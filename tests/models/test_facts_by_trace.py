@@ -434,7 +434,10 @@ def test_operations() -> None:
 
     def true(block: Stated) -> tuple[float, float]:
         products = sum(matmul.size * matmul.per_token / matmul.experts for matmul in block.trace.matmuls())
-        by_token = isinstance(block.case.block.mixer, COUNTED_WITHOUT_PAIRS)
-        return products, 0 if by_token else block.trace.pairs / block.case.length
+        case, trace = block.case, block.trace
+        if isinstance(case.block.beside, COUNTED_WITHOUT_PAIRS):
+            _, trace = traced(case._replace(block=replace(case.block, beside=None)))
+        by_token = isinstance(case.block.mixer, COUNTED_WITHOUT_PAIRS)
+        return products, 0 if by_token else trace.pairs / case.length
 
     assert not differences(stated, true)

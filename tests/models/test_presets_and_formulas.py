@@ -28,6 +28,7 @@ from megajax.models.presets.glm import GLM4, GLM4_MOE, glm4, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.granite import GRANITE, GRANITE4, granite, granite4
+from megajax.models.presets.hybrids.falcon_h1 import FALCON_H1, falcon_h1
 from megajax.models.presets.hybrids.kimi_linear import KIMI_LINEAR, kimi_linear
 from megajax.models.presets.hybrids.lfm2 import LFM2, lfm2
 from megajax.models.presets.hybrids.mamba import MAMBA2, NEMOTRON_3, NEMOTRON_H, mamba2, nemotron3, nemotron_h
@@ -209,6 +210,8 @@ PUBLISHED = {
     "nemotron3 super": (nemotron3("super"), 120_668_687_360),
     "moonlight": (deepseek("moonlight"), 15_960_108_544),
     "kimi k2": (deepseek("kimi-k2"), 1_026_408_209_408),
+    "falcon_h1 0.5b": (falcon_h1("0.5b"), 521_411_104),
+    "falcon_h1 34b": (falcon_h1("34b"), 33_642_516_224),
     "lfm2 8b-a1b": (lfm2("8b-a1b"), 8_339_929_856),
     "lfm2 350m": (lfm2("350m"), 354_483_968),
     "lfm2 700m": (lfm2("700m"), 742_489_344),
@@ -357,6 +360,7 @@ FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA
             "smollm3": (smollm3, SMOLLM3), "mamba2": (mamba2, MAMBA2),
             "nemotron_h": (nemotron_h, NEMOTRON_H), "nemotron3": (nemotron3, NEMOTRON_3),
             "llama4": (llama4, LLAMA4), "lfm2": (lfm2, LFM2), "minimax": (minimax, MINIMAX),
+            "falcon_h1": (falcon_h1, FALCON_H1),
             "kimi_linear": (kimi_linear, KIMI_LINEAR), "glm4": (glm4, GLM4), "olmoe": (olmoe, OLMOE),
             "minimax_m2": (minimax_m2, MINIMAX_M2), "granite4": (granite4, GRANITE4)}  # fmt: skip
 

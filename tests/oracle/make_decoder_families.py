@@ -275,6 +275,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
         {"partial_rotary_factor": None},
     ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        MAMBA
+        | {"num_hidden_layers": 2, "head_dim": 12, "mamba_d_ssm": 48, "mamba_n_heads": 6, "key_multiplier": 0.7}
+        | {
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.3,
+            "attention_in_multiplier": 1.3,
+            "ssm_in_multiplier": 0.8,
+        }
+        | {"attention_out_multiplier": 0.9, "ssm_out_multiplier": 0.6, "mlp_multipliers": [0.7, 0.4], "mlp_bias": True}
+        | {"ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.1]},
+        {"mamba_rms_norm": False},
+    ),
+    "falcon_h1-normalised": ("FalconH1ForCausalLM", MAMBA | TWO | {"mamba_d_ssm": 64, "mamba_rms_norm": True}, {}),
     "sarvam_moe": ("Glm4MoeForCausalLM", TWO | ROUTED | {"head_dim": 8, "first_k_dense_replace": 1}, {}),
     "afmoe": (
         "AfmoeForCausalLM",

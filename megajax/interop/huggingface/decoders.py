@@ -22,15 +22,17 @@ from megajax.interop.huggingface.family import (
 from megajax.interop.huggingface.family import attention as attention_rows
 from megajax.interop.huggingface.rotary import FULL, SLIDING, rope, rope_settings
 from megajax.layers.attention.config import AttentionConfig
-from megajax.layers.block.config import BlockConfig, MixerConfig, NormPlacement
+from megajax.layers.block.config import BlockConfig, MixerConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
-from megajax.layers.norm.config import FixedScaleConfig, NormConfig, RMSNormConfig
+from megajax.layers.norm.config import NormConfig, RMSNormConfig
 from megajax.layers.stack.config import stack_of
 from megajax.models.classifier.config import ClassHeadConfig, DecoderClassifierConfig, RegressionHeadConfig
 from megajax.models.decoder.config import DecoderConfig
 
 LAYER = "model.layers.{layer}"
+OF_BLOCKS = ("norm_placement", "layer_scale", "beside", "sum_weights")
+"""Fields of blocks that are the same in all layers."""
 
 
 def attention(settings: Settings, *, base: float = 10000.0, partial: bool = False, **changes: Any) -> AttentionConfig:
@@ -78,23 +80,19 @@ def decoder(
     mixer: MixerConfig | Sequence[MixerConfig],
     mlp: Callable[[int], FeedForwardConfig],
     *,
-    norm_placement: NormPlacement = "pre",
-    layer_scale: FixedScaleConfig | None = None,
     norm: NormConfig | None = None,
     **changes: Any,
 ) -> DecoderConfig:
     """A decoder of these layers.
 
-    mixer: of all layers, or one for each. mlp: number of a layer -> its feed-forward config. norm_placement,
-    layer_scale: of the blocks; norm: None: an RMSNorm.
+    mixer: of all layers, or one for each. mlp: number of a layer -> its feed-forward config. norm: None: an RMSNorm.
+    changes: further fields of the decoder and of its blocks (`OF_BLOCKS`).
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
     norm = norm or RMSNormConfig(epsilon=settings.need("rms_norm_eps"))
     mixers: list[Any] = list(mixer) if isinstance(mixer, Sequence) else [mixer] * layers
-    blocks = [
-        BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, norm_placement=norm_placement, layer_scale=layer_scale)
-        for layer, mixer in enumerate(mixers)
-    ]
+    block = {name: changes.pop(name) for name in OF_BLOCKS if name in changes}
+    blocks = [BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, **block) for layer, mixer in enumerate(mixers)]
     return DecoderConfig(
         hidden=settings.need("hidden_size"),
         vocabulary_size=settings.need("vocab_size"),

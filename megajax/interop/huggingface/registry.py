@@ -69,7 +69,7 @@ KINDS = (
     Kin("minicpm3", "a decoder with latent attention", ("deepseek_v2",)),
     Kin("olmo_hybrid", "a decoder with gated delta nets", ("qwen3_next", "qwen3_5_text")),
     Kin("qwen3_5 qwen3_5_moe", "a model of images and text", ("qwen3_5_text", "qwen3_5_moe_text")),
-    Kin("zamba zamba2 falcon_h1", "a hybrid of Mamba and attention", ("bamba", "jamba", "nemotron_h")),
+    Kin("zamba zamba2", "a hybrid of Mamba and attention", ("bamba", "jamba", "nemotron_h")),
     Kin("recurrent_gemma", "a hybrid of gated linear recurrences and attention", ("gemma",)),
     Kin(
         "roberta xlm-roberta camembert distilbert electra albert deberta deberta-v2 modernbert mobilebert mpnet ernie "

@@ -65,6 +65,8 @@ class BlockConfig(Builds):
     target: ClassVar[str] = "megajax.layers.block.module:Block"
     mixer: MixerConfig | LayerBuilder | None = None
     """Layer that mixes tokens along the sequence; none: the block has only an MLP, as in hybrids."""
+    beside: MixerConfig | LayerBuilder | None = None
+    """Second mixer, which reads the mixer's normalised input; both outputs are added at once, as in Falcon-H1."""
     cross: CrossAttentionConfig | None = None
     """Cross-attention to the output of the preceding section, between mixer and MLP; none: no such sub-layer."""
     mlp: FeedForwardConfig | LayerBuilder | None = None
@@ -81,7 +83,7 @@ class BlockConfig(Builds):
     layer_scale: LayerScaleConfig | FixedScaleConfig | None = None
     """Factors on each sub-layer's output, learned for each channel or fixed; none: no scaling."""
     sum_weights: SumWeightsConfig | None = None
-    """Fixed factors of the two terms of each sum, with norm_placement=input (MiniMax); none: 1."""
+    """Fixed factors of the terms of each sum, with norm_placement=input (MiniMax) or pre (Falcon-H1); none: 1."""
     deepstack: bool = False
     """Adds the layer's own states of images to the output, at their positions (DeepStack, Meng et al. 2024)."""
 
@@ -89,33 +91,40 @@ class BlockConfig(Builds):
         problems = below_one(dropout=self.dropout)
         if self.mixer is None and self.mlp is None:
             problems.append(Problem("mixer", "is none, and mlp is none", "a block needs one of them"))
-        if self.sum_weights is not None and self.norm_placement != "input":
-            message = f"needs norm_placement=input, which is {self.norm_placement}"
+        if self.sum_weights is not None and self.norm_placement not in ("input", "pre"):
+            message = f"needs norm_placement=input or pre, which is {self.norm_placement}"
             problems.append(Problem("sum_weights", message, "use layer_scale for factors on outputs"))
+        if self.beside is not None and (self.mixer is None or self.norm_placement != "pre"):
+            message = f"needs a mixer and norm_placement=pre, which is {self.norm_placement}"
+            problems.append(Problem("beside", message, "use a block for each mixer"))
         return problems
 
     def parts(self) -> dict[str, Any]:
         """Setting -> config of each sub-layer that reads only the block's own section."""
-        return {name: part for name, part in (("mixer", self.mixer), ("mlp", self.mlp)) if part is not None}
+        return self.own_mixers() | ({} if self.mlp is None else {"mlp": self.mlp})
 
     def mixers(self) -> dict[str, Any]:
         """Setting -> config of each layer that mixes along a sequence."""
-        return {name: part for name, part in (("mixer", self.mixer), ("cross", self.cross)) if part is not None}
+        return self.own_mixers() | ({} if self.cross is None else {"cross": self.cross})
 
     def own_mixers(self) -> dict[str, Any]:
         """The `mixers` that read the sequence of the block itself."""
-        return {} if self.mixer is None else {"mixer": self.mixer}
+        return {name: part for name, part in (("mixer", self.mixer), ("beside", self.beside)) if part is not None}
 
     def layers(self) -> dict[str, Any]:
         """Setting -> config of each sub-layer, in the order of the forward pass."""
         return {**self.mixers(), **self.parts()}
 
+    def sums(self) -> tuple[str, ...]:
+        """The sub-layers that are added to the residual stream one after the other; `beside` is part of the mixer's."""
+        return tuple(name for name in self.layers() if name != "beside")
+
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of the sub-layers, or of the one that all of them read."""
         if self.norm_placement == "parallel":
             return ("norm",)
-        sandwiched = [f"{name}_output_norm" for name in self.layers()] * (self.norm_placement == "sandwich")
-        return (*(f"{name}_norm" for name in self.layers()), *sandwiched)
+        sandwiched = [f"{name}_output_norm" for name in self.sums()] * (self.norm_placement == "sandwich")
+        return (*(f"{name}_norm" for name in self.sums()), *sandwiched)
 
     def with_kernels(self) -> dict[str, HasKernel]:
         """Setting -> config of each layer with a kernel that depends on the device."""
@@ -123,7 +132,7 @@ class BlockConfig(Builds):
 
     def missing_facts(self) -> dict[str, list[str]]:
         """Setting -> missing members of the protocol, for each layer that lacks any."""
-        protocols = {**{name: Mixer if name == "mixer" else Layer for name in self.parts()}, "norm": Norm}
+        protocols = {**{name: Layer if name == "mlp" else Mixer for name in self.parts()}, "norm": Norm}
         missing = {name: missing_members(getattr(self, name), protocol) for name, protocol in protocols.items()}
         return {name: lacking for name, lacking in missing.items() if lacking}
 
@@ -157,18 +166,19 @@ class BlockConfig(Builds):
         matmuls: list[Matmul] = []
         for name, layer in self.layers().items():
             added = layer.matmuls_reading(hidden, memory_ratio) if name == "cross" else layer.matmuls(hidden)
-            if name not in self.saved_sums() and not self.normalises_outputs():
+            of_sum = "mixer" if name == "beside" else name
+            if of_sum not in self.saved_sums() and not self.normalises_outputs():
                 added = (replace(matmul, result=None) if matmul.result == "residual" else matmul for matmul in added)
             matmuls += added
         return tuple(matmuls)
 
     def saved_sums(self) -> tuple[str, ...]:
         """The sub-layers after which the residual stream may be saved: all but the last, none if they are parallel."""
-        return () if self.norm_placement.startswith("parallel") else tuple(self.layers())[:-1]
+        return () if self.norm_placement.startswith("parallel") else self.sums()[:-1]
 
     def saved_norms(self) -> int:
         """Norms whose outputs are read by sub-layers."""
-        every = len(self.layers())
+        every = len(self.sums())
         counts = {"pre": every, "sandwich": every, "input": every, "parallel": 1, "parallel_norms": every}
         return counts.get(self.norm_placement, 0)
 

@@ -18,7 +18,7 @@ from megajax.layers.param import LayerSettings
 type Apply = Callable[[str, Array], Array]
 """(name of a sub-layer, its input) -> its output."""
 
-PLACES = {"mixer": 2, "mlp": 3, "cross": 4}
+PLACES = {"mixer": 2, "mlp": 3, "cross": 4, "beside": 5}
 """Sub-layer -> number folded into the random keys of its dropout."""
 
 
@@ -67,15 +67,19 @@ class Block(nnx.Module):
         """The residual additions of the block, for training and decoding."""
 
         def added(name: str, x: Array) -> Array:
-            x = self.stream(name, x)
-            y = self.leave(name, apply(name, self.enter(name, x)), x, ctx)
-            return x + y if self.sum_weights is None else _weighted(self.sum_weights.of(name), x, y)
+            stream = x = self.stream(name, x)
+            normalised = self.normalised(name, x)
+            for part in (name, "beside") if name == "mixer" and "beside" in self.names else (name,):
+                y = self.leave(part, apply(part, self.enter(part, normalised)), stream, ctx)
+                x = x + y if self.sum_weights is None else _weighted(self.sum_weights.of(part), x, y)
+            return x
 
         if self.placement == "parallel":
             normalised = checkpoint_name(self.norm(x), "norm")
             return x + sum(self.leave(name, apply(name, self.enter(name, normalised)), x, ctx) for name in self.names)
         if self.placement == "parallel_norms":
-            return x + sum(self.leave(name, apply(name, self.enter(name, x)), x, ctx) for name in self.names)
+            entered = {name: self.enter(name, self.normalised(name, x)) for name in self.names}
+            return x + sum(self.leave(name, apply(name, y), x, ctx) for name, y in entered.items())
         if "mixer" in self.names:
             x = self.summed("mixer", added("mixer", x))
         if "cross" in self.names:
@@ -95,10 +99,14 @@ class Block(nnx.Module):
             return x
         return checkpoint_name(getattr(self, f"{name}_norm")(x), "norm").astype(x.dtype)
 
+    def normalised(self, name: str, x: Array) -> Array:
+        """The residual stream as the sub-layer reads it, with its norm."""
+        if self.placement not in ("pre", "sandwich", "parallel_norms"):
+            return x
+        return checkpoint_name(getattr(self, f"{name}_norm")(x), "norm")
+
     def enter(self, name: str, x: Array) -> Array:
         """Input of a sub-layer: gathered along the sequence, or sharded for layers that take their own positions."""
-        if self.placement in ("pre", "sandwich", "parallel_norms"):
-            x = checkpoint_name(getattr(self, f"{name}_norm")(x), "norm")
         return (
             x if getattr(getattr(self, name), "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")
         )

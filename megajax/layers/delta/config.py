@@ -176,7 +176,9 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         states, pairs, keys = self.inner * self.key_dim / chunk, chunk * self.heads, self.heads * self.key_dim
         channels = keys * (len(self.decays) > 1)
         moved = STATE_PASSES * states + PAIR_PASSES * pairs + CHANNEL_PASSES * channels
-        plain = PLAIN_STATES * states + PLAIN_PAIRS * pairs + PLAIN_INPUTS * (keys + self.inner) + PLAIN_CHANNELS * channels
+        plain = (
+            PLAIN_STATES * states + PLAIN_PAIRS * pairs + PLAIN_INPUTS * (keys + self.inner) + PLAIN_CHANNELS * channels
+        )
         return moved * (self.kernel == "triton"), plain
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:

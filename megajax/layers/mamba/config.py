@@ -88,6 +88,8 @@ class Mamba2Config(StateSpaceConfig):
     """Bias of the convolution."""
     bias: bool = False
     """Biases of the projections."""
+    normalised: bool = True
+    """Normalise the output; false: it is only multiplied by the gate."""
     norm_before_gate: bool = False
     """Normalise the output and then multiply by the gate; false: the gated output is normalised."""
     norm_epsilon: float = 1e-5
@@ -100,6 +102,8 @@ class Mamba2Config(StateSpaceConfig):
     """Initial steps are at least this."""
     dt_limit: tuple[float, float] = (0.0, inf)
     """Steps are clipped to this interval."""
+    input_factors: tuple[float, float, float, float, float] | None = None
+    """Fixed factors on the projections of the gate, x, b, c and the steps, as in Falcon-H1; none: 1."""
     decay_min: float = 1.0
     """Lower bound of initial decay rates, which are uniform."""
     decay_max: float = 16.0
@@ -144,7 +148,7 @@ class Mamba2Config(StateSpaceConfig):
         weights += [Weight(name, (self.heads,), ("heads",)) for name in ("dt_bias", "a_log", "skip")]
         return (
             *weights,
-            Weight("norm_gain", head, per_head),
+            *[Weight("norm_gain", head, per_head)] * self.normalised,
             Weight("output", (*head, hidden), (*per_head, "embed")),
         )
 

@@ -16,7 +16,7 @@ from megajax.layers.cache_spec import LATEST, POSITION, row_axes
 from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
 from megajax.layers.mamba.config import Mamba1Config
-from megajax.layers.mamba.recurrent import Filter, StepBias, masked_steps, silu_conv
+from megajax.layers.mamba.recurrent import Filter, StepBias, apply_gate, masked_steps, silu_conv
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
 from megajax.layers.remat import save_only_inputs
 from megajax.mesh.layout import AxesTree
@@ -158,10 +158,6 @@ class Mamba1(nnx.Module):
 
     def project_output(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, I] -> the layer's output [B, S, D]."""
-        y = save_only_inputs(_apply_gate)(y, z)
+        y = save_only_inputs(apply_gate)(y, z)
         y = self.layout.dot("bsi,id->bsd", y, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
-
-
-def _apply_gate(y: Array, z: Array) -> Array:
-    return (y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(y.dtype)

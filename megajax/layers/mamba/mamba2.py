@@ -20,6 +20,7 @@ from megajax.layers.mamba.recurrent import (
     LogOfUniform,
     RecurrentMixer,
     StepBias,
+    apply_gate,
     masked_steps,
 )
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, matrix, param, with_head_copies
@@ -67,7 +68,8 @@ class Mamba2(RecurrentMixer):
         self.dt_bias = param((cfg.heads,), ("heads",), init=steps, role="rate")
         self.a_log = param((cfg.heads,), ("heads",), init=rates, role="rate")
         self.skip = param((cfg.heads,), ("heads",), init=ONES, role="rate")
-        self.norm_gain = param(head, per_head, init=ONES, role="gain")
+        if cfg.normalised:
+            self.norm_gain = param(head, per_head, init=ONES, role="gain")
 
     def project(self, x: Array) -> tuple[Inputs, Array]:
         """[B, S, D] -> the inputs of the convolutions and the recurrence, and the gate [B, S, N, P]."""
@@ -81,6 +83,9 @@ class Mamba2(RecurrentMixer):
             b = b + with_head_copies(self.layout, self.in_b_bias)[None, None]
             c = c + with_head_copies(self.layout, self.in_c_bias)[None, None]
             dt = dt + self.in_dt_bias[...][None, None]
+        if self.cfg.input_factors is not None:
+            factors = zip((z, y, b, c, dt), self.cfg.input_factors, strict=True)
+            z, y, b, c, dt = (part * jnp.asarray(factor, part.dtype) for part, factor in factors)
         y, b, c = checkpoint_name(y, "value"), checkpoint_name(b, "key"), checkpoint_name(c, "query")
         return {"x": y, "b": b, "c": c, "dt": checkpoint_name(dt, "value")}, checkpoint_name(z, "gate")
 
@@ -108,6 +113,7 @@ class Mamba2(RecurrentMixer):
         """The recurrence's output and the gate [B, S, N, P] -> the layer's output [B, S, D]."""
         cfg = self.cfg
         norm = partial(gated_norm, groups=cfg.groups, epsilon=cfg.norm_epsilon, before_gate=cfg.norm_before_gate)
-        y = self.layout.act(save_only_inputs(norm)(y, z, self.norm_gain[...]), *HEADS)
+        y = save_only_inputs(norm)(y, z, self.norm_gain[...]) if cfg.normalised else save_only_inputs(apply_gate)(y, z)
+        y = self.layout.act(y, *HEADS)
         y = self.layout.dot("bsnp,npd->bsd", y, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if cfg.bias else y

@@ -184,3 +184,8 @@ def masked_steps(dt: Array, counts: Array | None) -> Array:
         return dt
     present = jnp.arange(dt.shape[1])[None] < counts[:, None]
     return jnp.where(present.reshape(*present.shape, *[1] * (dt.ndim - 2)), dt, 0)
+
+
+def apply_gate(y: Array, z: Array) -> Array:
+    """y silu(z) in y's dtype, in float32 within."""
+    return (y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(y.dtype)

@@ -102,9 +102,11 @@ class GatedMLPConfig(FeedForward):
     """x gate is clipped to at most this, x up to [-clamp, clamp]; none: no clipping."""
     offset: float = 0.0
     """Added to x up."""
+    gate_factor: float = 1.0
+    """Factor on x gate, as in Falcon-H1."""
 
     def problems(self) -> list[Problem]:
-        return above_zero(ffn=self.ffn, clamp=self.clamp)
+        return above_zero(ffn=self.ffn, clamp=self.clamp, gate_factor=self.gate_factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,7 @@ def activated(cfg: MLPConfig, inputs: Sequence[Array], scale: Array | None = Non
     def gated(gate: Array, up: Array) -> Array:
         if cfg.clamp is not None:
             gate, up = jnp.minimum(gate, cfg.clamp), jnp.clip(up, -cfg.clamp, cfg.clamp)
+        gate = gate if cfg.gate_factor == 1 else gate * jnp.asarray(cfg.gate_factor, gate.dtype)
         return scaled(activation(gate) * (up + cfg.offset))
 
     return save_only_inputs(gated)(*inputs)

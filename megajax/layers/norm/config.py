@@ -148,13 +148,15 @@ class SumWeightsConfig:
     """Factor on the stream where the mixer's output is added."""
     mixer_output: float = 1.0
     """Factor on the mixer's output."""
+    beside_output: float = 1.0
+    """Factor on the output of the mixer `beside`."""
     mlp_stream: float = 1.0
     """Factor on the stream where the feed-forward's output is added."""
     mlp_output: float = 1.0
     """Factor on the feed-forward's output."""
 
     def problems(self) -> list[Problem]:
-        names = ("mixer_stream", "mixer_output", "mlp_stream", "mlp_output")
+        names = ("mixer_stream", "mixer_output", "beside_output", "mlp_stream", "mlp_output")
         return above_zero(**{name: getattr(self, name) for name in names})
 
     def of(self, name: str) -> tuple[float, float]:

@@ -39,11 +39,10 @@ MAMBA_ROWS = [
 
 
 def state_space(settings: Settings) -> Mamba2Config:
-    """The Mamba-2 layers."""
-    inner, epsilon = (
-        settings.take("mamba_expand", 2, float) * settings.peek("hidden_size"),
-        settings.peek("rms_norm_eps"),
-    )
+    """The Mamba-2 layers. Falcon-H1 has their width, mamba_d_ssm."""
+    hidden, epsilon = settings.peek("hidden_size"), settings.peek("rms_norm_eps")
+    expanded = settings.take("mamba_expand", 2, float) * hidden
+    inner = settings.take("mamba_d_ssm", kind=int) or expanded
     if settings.remaining.get("mamba_d_head", "auto") == "auto":
         settings.remaining["mamba_d_head"] = int(inner) // settings.take("mamba_n_heads", 128)
     mixer = Mamba2Config(**settings.fields(MAMBA), norm_epsilon=epsilon, dt_limit=mamba.step_limit(settings))
