@@ -59,7 +59,7 @@ def _written(cfg: Any) -> dict[str, Any]:
     if not isinstance(beside, Mamba2Config):
         raise ValueError("no layer has a Mamba-2 beside its attention")
     return {
-        **to_settings(beside, MAMBA | OPTIONAL_NORM),
+        **to_settings(beside, {**MAMBA, **OPTIONAL_NORM}),
         "mamba_d_ssm": beside.inner,
         "time_step_limit": list(beside.dt_limit),
         "key_multiplier": 1.0 if mixer.scale is None else round(mixer.scale * mixer.head_dim**0.5, DIGITS),
