@@ -334,7 +334,6 @@ class Norm(Protocol):
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """Weights of a norm over a dimension of this size and logical axis."""
-        ...
 
 
 def dense(name: str, inputs: int, outputs: int) -> tuple[Weight, Weight]:
@@ -373,9 +372,8 @@ class KernelWork(NamedTuple):
     scores: float
     """Scores of all heads, one per key. For a state space: weights of the other positions of a chunk."""
     moved: float = 0.0
-    """Elements that a fused kernel of a recurrence moves beside its inputs and outputs, forward and backward."""
     plain: float = 0.0
-    """The same in plain JAX, counted in compiled programs; 0: they are not counted."""
+    """Elements that a recurrence moves beside its inputs and outputs, both ways: by a fused kernel, and in plain JAX."""
 
 
 class MixerFacts(NamedTuple):
