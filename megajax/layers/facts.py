@@ -373,7 +373,7 @@ class KernelWork(NamedTuple):
     """Scores of all heads, one per key. For a state space: weights of the other positions of a chunk."""
     moved: float = 0.0
     plain: float = 0.0
-    """Elements that a recurrence moves beside its inputs and outputs, both ways: by a fused kernel, and in plain JAX."""
+    """Elements that a recurrence moves beside inputs and outputs, both ways: by a fused kernel, and in plain JAX."""
 
 
 class MixerFacts(NamedTuple):
