@@ -135,9 +135,7 @@ from megajax.models.distilled.config import with_teacher as with_teacher
 from megajax.models.llava.config import LlavaConfig as LlavaConfig
 from megajax.models.llava.config import ProjectorConfig as ProjectorConfig
 from megajax.models.presets.bert import bert as bert
-from megajax.models.presets.cohere import cohere2 as cohere2
 from megajax.models.presets.deepseek import deepseek as deepseek
-from megajax.models.presets.exaone import exaone4 as exaone4
 from megajax.models.presets.gemma import gemma2 as gemma2
 from megajax.models.presets.gemma import gemma3 as gemma3
 from megajax.models.presets.glm import glm4 as glm4
@@ -159,11 +157,10 @@ from megajax.models.presets.hybrids.minimax import minimax as minimax
 from megajax.models.presets.hybrids.minimax import minimax_m2 as minimax_m2
 from megajax.models.presets.llama import llama2 as llama2
 from megajax.models.presets.llama import llama3 as llama3
+from megajax.models.presets.llama import mixtral as mixtral
+from megajax.models.presets.llama import phi3 as phi3
+from megajax.models.presets.llama import smollm3 as smollm3
 from megajax.models.presets.llama4 import llama4 as llama4
-from megajax.models.presets.mixtral import mixtral as mixtral
-from megajax.models.presets.olmo import olmo3 as olmo3
-from megajax.models.presets.olmo import olmoe as olmoe
-from megajax.models.presets.phi import phi3 as phi3
 from megajax.models.presets.qwen import qwen2 as qwen2
 from megajax.models.presets.qwen import qwen3 as qwen3
 from megajax.models.presets.qwen import qwen3_5 as qwen3_5
@@ -171,7 +168,6 @@ from megajax.models.presets.qwen import qwen3_5_moe as qwen3_5_moe
 from megajax.models.presets.qwen import qwen3_moe as qwen3_moe
 from megajax.models.presets.qwen import qwen3_next as qwen3_next
 from megajax.models.presets.qwen import qwen3_vl as qwen3_vl
-from megajax.models.presets.smollm import smollm3 as smollm3
 from megajax.models.presets.t5 import t5 as t5
 from megajax.models.presets.t5 import t5_v1_1 as t5_v1_1
 from megajax.models.presets.vit import clip as clip
@@ -180,6 +176,10 @@ from megajax.models.presets.vit import llava as llava
 from megajax.models.presets.vit import siglip as siglip
 from megajax.models.presets.vit import vit as vit
 from megajax.models.presets.vit import vit_tower as vit_tower
+from megajax.models.presets.windowed import cohere2 as cohere2
+from megajax.models.presets.windowed import exaone4 as exaone4
+from megajax.models.presets.windowed import olmo3 as olmo3
+from megajax.models.presets.windowed import olmoe as olmoe
 from megajax.models.qwen_vl.config import DynamicTowerConfig as DynamicTowerConfig
 from megajax.models.qwen_vl.config import QwenVLConfig as QwenVLConfig
 from megajax.models.qwen_vl.config import qwen_vl as qwen_vl

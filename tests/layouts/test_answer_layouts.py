@@ -25,7 +25,7 @@ from megajax.models.answers.config import (
     with_objective,
 )
 from megajax.models.answers.objectives import TokenObjective
-from megajax.models.presets.mixtral import mixtral
+from megajax.models.presets.llama import mixtral
 
 DPO = DPOConfig(beta=0.3, label_smoothing=0.1, length_weight=0.5, sft_weight=0.2)
 KTO = KTOConfig(beta=0.5, desirable_weight=1.5)

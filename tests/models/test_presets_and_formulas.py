@@ -20,9 +20,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
-from megajax.models.presets.cohere import COHERE2, cohere2
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
-from megajax.models.presets.exaone import EXAONE4, exaone4
 from megajax.models.presets.gemma import GEMMA2, GEMMA3, gemma2, gemma3
 from megajax.models.presets.glm import GLM4, GLM4_MOE, glm4, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
@@ -33,11 +31,8 @@ from megajax.models.presets.hybrids.kimi_linear import KIMI_LINEAR, kimi_linear
 from megajax.models.presets.hybrids.lfm2 import LFM2, lfm2
 from megajax.models.presets.hybrids.mamba import MAMBA2, NEMOTRON_3, NEMOTRON_H, mamba2, nemotron3, nemotron_h
 from megajax.models.presets.hybrids.minimax import MINIMAX, MINIMAX_M2, minimax, minimax_m2
-from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
+from megajax.models.presets.llama import LLAMA2, LLAMA3, MIXTRAL, PHI3, SMOLLM3, llama2, llama3, mixtral, phi3, smollm3
 from megajax.models.presets.llama4 import LLAMA4, llama4
-from megajax.models.presets.mixtral import MIXTRAL, mixtral
-from megajax.models.presets.olmo import OLMO3, OLMOE, olmo3, olmoe
-from megajax.models.presets.phi import PHI3, phi3
 from megajax.models.presets.qwen import (
     QWEN2,
     QWEN3,
@@ -52,7 +47,7 @@ from megajax.models.presets.qwen import (
     qwen3_moe,
     qwen3_next,
 )
-from megajax.models.presets.smollm import SMOLLM3, smollm3
+from megajax.models.presets.windowed import COHERE2, EXAONE4, OLMO3, OLMOE, cohere2, exaone4, olmo3, olmoe
 
 EVERYTHING = DecoderConfig(
     hidden=48,

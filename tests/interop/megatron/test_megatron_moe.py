@@ -10,7 +10,7 @@ from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig,
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.hybrids.mamba import nemotron_h
-from megajax.models.presets.mixtral import mixtral
+from megajax.models.presets.llama import mixtral
 
 BIG = (
     "--without mock-data --data-path a --disable-bias-linear --normalization RMSNorm --hidden-dropout 0"
