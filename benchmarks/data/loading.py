@@ -26,8 +26,7 @@ from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.gpt_index import IndexRequest, build_index
 from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter
 from megajax.models.decoder.config import text_schema
-from megajax.models.presets.bert import bert
-from megajax.models.presets.t5 import t5
+from megajax.models.presets.encoders import bert, t5
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 VOCABULARY = 50_000

@@ -28,9 +28,9 @@ from megajax.layers.recompute import PARTS, Recompute
 from megajax.layers.stack.config import StackConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.presets.deepseek import deepseek
-from megajax.models.presets.gpt_oss import gpt_oss
 from megajax.models.presets.hybrids.hybrid import hybrid_stack
 from megajax.models.presets.hybrids.mamba import nemotron_h
+from megajax.models.presets.windowed import gpt_oss
 from megajax.planning.cost.description import System
 
 FILE = Path(

@@ -24,8 +24,7 @@ from megajax.data.text.indexed_dataset import tokens_path
 from megajax.data.text.split_sentences import split_sentences
 from megajax.data.text.standard_library import choose, source_files
 from megajax.models.decoder.config import text_schema
-from megajax.models.presets.bert import bert
-from megajax.models.presets.t5 import t5
+from megajax.models.presets.encoders import bert, t5
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 SOURCE = '''

@@ -26,7 +26,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 from megajax.models.presets.deepseek import deepseek
-from megajax.models.presets.gpt_oss import gpt_oss
+from megajax.models.presets.windowed import gpt_oss
 
 ROTATED = replace(HEADS, rope=ROPE)
 SHORT = {"sequence_length": LENGTH, "vocabulary_size": VOCABULARY}

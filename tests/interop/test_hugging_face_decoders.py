@@ -24,22 +24,15 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.presets import (
-    cohere,
     deepseek,
-    exaone,
-    gemma,
     glm,
-    gpt_oss,
     granite,
     llama,
     llama4,
-    mixtral,
-    olmo,
-    phi,
     qwen,
-    smollm,
+    windowed,
 )
-from megajax.models.presets.hybrids import falcon_h1, kimi_linear, lfm2, mamba, minimax
+from megajax.models.presets.hybrids import falcon_h1, lfm2, linear_attention, mamba
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -238,33 +231,33 @@ PRESETS = {
     "falcon_h1": (falcon_h1.falcon_h1, ("debug", "0.5b", "34b")),
     "lfm2": (lfm2.lfm2, ("debug", "350m", "700m", "1.2b")),
     "lfm2_moe": (lfm2.lfm2, ("debug-moe", "8b-a1b")),
-    "minimax": (minimax.minimax, minimax.MINIMAX),
-    "kimi_linear": (kimi_linear.kimi_linear, kimi_linear.KIMI_LINEAR),
+    "minimax": (linear_attention.minimax, linear_attention.MINIMAX),
+    "kimi_linear": (linear_attention.kimi_linear, linear_attention.KIMI_LINEAR),
     "glm4": (glm.glm4, glm.GLM4),
-    "olmoe": (olmo.olmoe, olmo.OLMOE),
-    "minimax_m2": (minimax.minimax_m2, minimax.MINIMAX_M2),
+    "olmoe": (windowed.olmoe, windowed.OLMOE),
+    "minimax_m2": (linear_attention.minimax_m2, linear_attention.MINIMAX_M2),
     "granitemoehybrid": (granite.granite4, granite.GRANITE4),
     "nemotron_h": (mamba.nemotron3, mamba.NEMOTRON_3),
     "glm4_moe": (glm.glm4_moe, glm.GLM4_MOE),
-    "olmo3": (olmo.olmo3, olmo.OLMO3),
-    "exaone4": (exaone.exaone4, exaone.EXAONE4),
-    "smollm3": (smollm.smollm3, smollm.SMOLLM3),
+    "olmo3": (windowed.olmo3, windowed.OLMO3),
+    "exaone4": (windowed.exaone4, windowed.EXAONE4),
+    "smollm3": (llama.smollm3, llama.SMOLLM3),
     "llama": (llama.llama2, llama.LLAMA2),
     "qwen2": (qwen.qwen2, qwen.QWEN2),
     "qwen3": (qwen.qwen3, qwen.QWEN3),
-    "mixtral": (mixtral.mixtral, mixtral.MIXTRAL),
+    "mixtral": (llama.mixtral, llama.MIXTRAL),
     "qwen3_moe": (qwen.qwen3_moe, qwen.QWEN3_MOE),
     "qwen3_next": (qwen.qwen3_next, qwen.QWEN3_NEXT),
     "qwen3_5_text": (qwen.qwen3_5, qwen.QWEN3_5),
     "qwen3_5_moe_text": (qwen.qwen3_5_moe, qwen.QWEN3_5_MOE),
     "deepseek_v3": (deepseek.deepseek, ("debug", "moonlight", "kimi-k2", "v3")),
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
-    "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
+    "gpt_oss": (windowed.gpt_oss, windowed.GPT_OSS),
     "granite": (granite.granite, granite.GRANITE),
-    "phi3": (phi.phi3, phi.PHI3),
-    "cohere2": (cohere.cohere2, cohere.COHERE2),
-    "gemma2": (gemma.gemma2, gemma.GEMMA2),
-    "gemma3_text": (gemma.gemma3, gemma.GEMMA3),
+    "phi3": (llama.phi3, llama.PHI3),
+    "cohere2": (windowed.cohere2, windowed.COHERE2),
+    "gemma2": (windowed.gemma2, windowed.GEMMA2),
+    "gemma3_text": (windowed.gemma3, windowed.GEMMA3),
 }
 
 
@@ -295,7 +288,7 @@ def test_our_sizes_have_a_config(kind: str) -> None:
     [
         ("llama", llama.llama3("8b"), 291),
         ("qwen2", qwen.qwen2("7b"), 339),
-        ("mixtral", mixtral.mixtral("8x7b"), 995),
+        ("mixtral", llama.mixtral("8x7b"), 995),
     ],
 )
 def test_released_sizes_have_as_many_tensors_as_their_indices_list(kind: str, model: Any, tensors: int) -> None:
@@ -309,7 +302,7 @@ def test_absent_settings_are_those_of_transformers() -> None:
     assert [qwen3.stack.pattern[0].mixer.head_dim, qwen3.stack.pattern[0].mixer.window] == [128, None]
     assert [mix.stack.pattern[0].mixer.rope.base, mix.norm.epsilon] == [1e6, 1e-5]
     assert [block.mixer.window for block in oss.stack.pattern] == [127, None]
-    assert oss == replace(gpt_oss.gpt_oss("120b"), stack=oss.stack)
+    assert oss == replace(windowed.gpt_oss("120b"), stack=oss.stack)
     third = read("deepseek_v3")
     assert lost_settings(third, families()["deepseek_v3"]) == [] and third.prediction == PredictionConfig(weight=0.3)
     assert read("deepseek_v3", num_experts_per_tok=4).stack.pattern[-1].mlp.router.group_scores == 2
@@ -410,7 +403,7 @@ def test_a_part_of_each_head_is_rotated_in_minimax() -> None:
 
 def test_a_head_that_transformers_does_not_tie_is_not_exported_as_tied() -> None:
     """transformers would draw a head of Kimi Linear at random."""
-    tied = replace(kimi_linear.kimi_linear("debug"), tied=True)
+    tied = replace(linear_attention.kimi_linear("debug"), tied=True)
     assert lost_settings(tied, families()["kimi_linear"]) == ["tied: True here, False there"]
 
 

@@ -26,7 +26,7 @@ from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.classifier.config import ClassHeadConfig, with_text_head
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.decoder.multi_token_prediction import shifted
-from megajax.models.presets.bert import bert
+from megajax.models.presets.encoders import bert
 from megajax.models.presets.vit import llava, vit, vit_tower
 from megajax.models.protocol import ModelConfig
 from megajax.tasks.end_of_run_samples import sample_continuation

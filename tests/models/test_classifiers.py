@@ -27,7 +27,7 @@ from megajax.models.classifier.config import (
 from megajax.models.classifier.module import POOLINGS
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of
-from megajax.models.presets.bert import bert
+from megajax.models.presets.encoders import bert
 from megajax.models.reduction import LossReduction
 
 CLASSES = ClassHeadConfig(classes=3, dropout=0.0)

@@ -21,16 +21,20 @@ from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.deepseek import DEEPSEEK, deepseek
-from megajax.models.presets.gemma import GEMMA2, GEMMA3, gemma2, gemma3
 from megajax.models.presets.glm import GLM4, GLM4_MOE, glm4, glm4_moe
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
-from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.granite import GRANITE, GRANITE4, granite, granite4
 from megajax.models.presets.hybrids.falcon_h1 import FALCON_H1, falcon_h1
-from megajax.models.presets.hybrids.kimi_linear import KIMI_LINEAR, kimi_linear
 from megajax.models.presets.hybrids.lfm2 import LFM2, lfm2
+from megajax.models.presets.hybrids.linear_attention import (
+    KIMI_LINEAR,
+    MINIMAX,
+    MINIMAX_M2,
+    kimi_linear,
+    minimax,
+    minimax_m2,
+)
 from megajax.models.presets.hybrids.mamba import MAMBA2, NEMOTRON_3, NEMOTRON_H, mamba2, nemotron3, nemotron_h
-from megajax.models.presets.hybrids.minimax import MINIMAX, MINIMAX_M2, minimax, minimax_m2
 from megajax.models.presets.llama import LLAMA2, LLAMA3, MIXTRAL, PHI3, SMOLLM3, llama2, llama3, mixtral, phi3, smollm3
 from megajax.models.presets.llama4 import LLAMA4, llama4
 from megajax.models.presets.qwen import (
@@ -47,7 +51,22 @@ from megajax.models.presets.qwen import (
     qwen3_moe,
     qwen3_next,
 )
-from megajax.models.presets.windowed import COHERE2, EXAONE4, OLMO3, OLMOE, cohere2, exaone4, olmo3, olmoe
+from megajax.models.presets.windowed import (
+    COHERE2,
+    EXAONE4,
+    GEMMA2,
+    GEMMA3,
+    GPT_OSS,
+    OLMO3,
+    OLMOE,
+    cohere2,
+    exaone4,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    olmo3,
+    olmoe,
+)
 
 EVERYTHING = DecoderConfig(
     hidden=48,

@@ -24,7 +24,7 @@ from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.stored_weights import all_weights
 from megajax.job.start.weights import InitialWeights
 from megajax.models.classifier.config import ClassHeadConfig, with_text_head
-from megajax.models.presets.bert import bert
+from megajax.models.presets.encoders import bert
 from megajax.tasks.command import Evaluation, evaluate
 from megajax.tasks.config import GlueTaskConfig, LambadaConfig, RaceTaskConfig, SquadTaskConfig
 from megajax.training.run_config import RunConfig

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.config import load
-from megajax.models.presets.bert import bert
-from megajax.models.presets.t5 import t5
+from megajax.models.presets.encoders import bert, t5
 from megajax.models.presets.vit import vit
 from megajax.models.vit.config import SegmenterConfig
 from megajax.tasks.end_of_run_samples import (

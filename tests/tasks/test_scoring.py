@@ -16,7 +16,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla_options import XlaConfig
 from megajax.mesh.zigzag_order import SequenceSharding
-from megajax.models.presets.bert import bert
+from megajax.models.presets.encoders import bert
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.generation import Generation, by_recomputation, generate
 from megajax.tasks.loglikelihood import Request, log_likelihoods

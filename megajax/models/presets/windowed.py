@@ -1,7 +1,12 @@
-"""Models with windows in three of four layers: Cohere 2 (Cohere 2024), EXAONE 4 (LG AI Research 2025), OLMo 3 (Team
-OLMo 2025); and OLMoE (Muennighoff et al. 2024). Sizes from the released configs."""
+"""Models with windows in some layers, and their kin; sizes from the released configs.
 
+Cohere 2 (Cohere 2024), EXAONE 4 (LG AI Research 2025), OLMo 3 (Team OLMo 2025) and OLMoE (Muennighoff et al. 2024),
+gpt-oss (OpenAI 2025, model card, section 2), Gemma (Gemma team, Google; of image models, the text part).
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -115,3 +120,122 @@ def olmo3(
     block = BlockConfig(mixer=full, mlp=GatedMLPConfig(ffn=row.ffn), norm=norm, norm_placement="output")
     local = replace(block, mixer=replace(full, window=window - 1, rope=plain))
     return decoder(row, local, local, local, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+
+
+GPT_OSS = {
+    "debug": Size(4, 64, 4, 2, 64, head_dim=16, experts=8, top_k=4),
+    "20b": Size(24, 2880, 64, 8, 2880, head_dim=64, experts=32, top_k=4),
+    "120b": Size(36, 2880, 64, 8, 2880, head_dim=64, experts=128, top_k=4),
+}
+
+
+def gpt_oss(
+    size: str, *, sequence_length: int = 131072, vocabulary_size: int = 201088, window: int = 128
+) -> DecoderConfig:
+    """gpt-oss: in every other layer a token sees only the last `window` tokens, including itself; heads have a learned
+    sink.
+
+    All layers and the router have biases. Experts compute (x up + 1) * x gate * sigmoid(1.702 x gate), with both
+    products clipped at 7. YaRN extends RoPE from 4096 tokens to 131072. The model card does not say how experts were
+    balanced; a loss is used here. Raises UserError for an unknown size.
+
+    Example: `mj.gpt_oss("20b")`
+    """
+    row = pick("gpt_oss", GPT_OSS, size)
+    yarn = YarnScalingConfig(factor=32.0, original=4096, fast=32.0, slow=1.0, rounded=False)
+    full = AttentionConfig(
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        head_dim=row.head_dim,
+        bias=True,
+        rope=RopeConfig(base=150000.0, scaling=yarn),
+        sink="learned",
+    )
+    expert = GatedMLPConfig(ffn=row.ffn, activation="quick_gelu", bias=True, clamp=7.0, offset=1.0)
+    block = BlockConfig(
+        mixer=full,
+        mlp=MoEConfig(
+            experts=row.experts, top_k=row.top_k, expert=expert, router=RouterConfig(bias=True, aux_loss=0.001)
+        ),
+        norm=RMSNormConfig(),
+    )
+    windowed = replace(block, mixer=replace(full, window=window - 1))
+    return decoder(row, windowed, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+
+
+class GemmaSize(NamedTuple):
+    """A size, and the settings that differ between sizes."""
+
+    size: Size
+    window: int
+    """Tokens that a layer with a window sees, the query's own included."""
+    score_size: int
+    """Scores are divided by its square root."""
+    interpolation: float = 1.0
+    """Of the positions of full layers."""
+
+
+GEMMA2 = {
+    "debug": GemmaSize(Size(4, 64, 4, 2, 128, head_dim=16, vocabulary=512), 16, 16),
+    "2b": GemmaSize(Size(26, 2304, 8, 4, 9216, head_dim=256, vocabulary=256000), 4096, 256),
+    "9b": GemmaSize(Size(42, 3584, 16, 8, 14336, head_dim=256, vocabulary=256000), 4096, 256),
+    "27b": GemmaSize(Size(46, 4608, 32, 16, 36864, head_dim=128, vocabulary=256000), 4096, 144),
+}
+
+GEMMA3 = {
+    "debug": GemmaSize(Size(6, 64, 4, 2, 128, head_dim=16, vocabulary=512), 16, 16, 8.0),
+    "270m": GemmaSize(Size(18, 640, 4, 1, 2048, head_dim=256, vocabulary=262144), 512, 256),
+    "1b": GemmaSize(Size(26, 1152, 4, 1, 6912, head_dim=256, vocabulary=262144), 512, 256),
+    "4b": GemmaSize(Size(34, 2560, 8, 4, 10240, head_dim=256, vocabulary=262208), 1024, 256, 8.0),
+    "12b": GemmaSize(Size(48, 3840, 16, 8, 15360, head_dim=256, vocabulary=262208), 1024, 256, 8.0),
+    "27b": GemmaSize(Size(62, 5376, 32, 16, 21504, head_dim=128, vocabulary=262208), 1024, 168, 8.0),
+}
+
+GEMMA_NORM = RMSNormConfig(epsilon=1e-6, zero_centred=True)
+
+
+def gemma2(size: str, *, sequence_length: int = 8192, vocabulary_size: int | None = None) -> DecoderConfig:
+    """Gemma 2: a window in every other layer, norms around sub-layers, soft caps of scores at 50 and of logits at 30.
+
+    Raises UserError for an unknown size.
+
+    Example: `mj.gemma2("9b")`
+    """
+    row = pick("gemma2", GEMMA2, size)
+    full = replace(_attention(row), rope=RopeConfig(), score_cap=50.0)
+    local = replace(full, window=row.window - 1)
+    return _decoder(row, (local, full), sequence_length, vocabulary_size, logit_cap=30.0)
+
+
+def gemma3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
+    """Gemma 3: five layers with a window, then one without, with RoPE of another base each; norms around sub-layers.
+
+    Raises UserError for an unknown size.
+
+    Example: `mj.gemma3("1b")`
+    """
+    row = pick("gemma3", GEMMA3, size)
+    full = replace(_attention(row), qk_norm=GEMMA_NORM, rope=RopeConfig(base=1e6, interpolation=row.interpolation))
+    local = replace(full, window=row.window - 1, rope=RopeConfig(base=1e4))
+    return _decoder(row, (*(local,) * 5, full), sequence_length, vocabulary_size)
+
+
+def _attention(row: GemmaSize) -> AttentionConfig:
+    size = row.size
+    return AttentionConfig(heads=size.heads, kv_heads=size.kv_heads, head_dim=size.head_dim, scale=row.score_size**-0.5)
+
+
+def _decoder(
+    row: GemmaSize, mixers: Sequence[AttentionConfig], sequence_length: int, vocabulary_size: int | None, **more: Any
+) -> DecoderConfig:
+    size, mlp = row.size, GatedMLPConfig(ffn=row.size.ffn, activation="gelu_tanh")
+    blocks = [BlockConfig(mixer=mixer, mlp=mlp, norm=GEMMA_NORM, norm_placement="sandwich") for mixer in mixers]
+    return decoder(
+        size,
+        *blocks,
+        sequence_length=sequence_length,
+        vocabulary_size=vocabulary_size or size.vocabulary,
+        tied=True,
+        width_scaling=WidthScalingConfig(base_hidden=size.hidden, score_power=0.5, embedding=size.hidden**0.5),
+        **more,
+    )
