@@ -79,6 +79,7 @@ def _run(size: str, parallel: mj.ParallelConfig, *, lr: float) -> mj.RunConfig:
     """Rows of 8192 tokens with up to 16 images: at most 2304 patches each, 768 x 768 pixels, and 9216 together."""
     model = mj.qwen3_vl(size, sequence_length=8192, slots=16)
     vision = replace(model.vision, budget=9216, recompute="full")
+    heads = () if model.tied else ("head",)
     return mj.RunConfig(
         model=replace(model, vision=vision, recompute="full"),
         parallel=parallel,
@@ -93,7 +94,7 @@ def _run(size: str, parallel: mj.ParallelConfig, *, lr: float) -> mj.RunConfig:
             base=mj.HuggingFaceTokenizerConfig(path="data/tokenizer.json"), image="<|image_pad|>"
         ),
         optimizer=mj.AdamWConfig(
-            weight_decay=0.0, trainable=("projector.*", "features.*", "tokens", "stack.*", "norm.*", "head")
+            weight_decay=0.0, trainable=("projector.*", "features.*", "tokens", "stack.*", "norm.*", *heads)
         ),
         schedule=mj.ScheduleConfig(lr=lr, warmup_fraction=0.03),
         batch=mj.BatchConfig(global_size=64, micro_size=2),

@@ -5,10 +5,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, differentiate
 from tiny_runs import rows as plain_rows
 
 from megajax.batch import Batch
+from megajax.config import load
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.data.images.image_text import document_leaves
@@ -16,13 +18,17 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.norm.config import LayerNormConfig
+from megajax.layers.param import specs
 from megajax.layers.position.config import AxialRopeConfig, InterleavedRopeConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.qwen_vl.config import DynamicTowerConfig, QwenVLConfig, qwen_vl
 from megajax.models.qwen_vl.module import image_places
+from megajax.optim.groups import trainable
 from tests.models.test_encoders import assert_the_step_of_one_device
 
 IMAGE, SLOTS = VOCABULARY - 1, 2
@@ -140,3 +146,12 @@ def test_settings_that_do_not_fit_are_refused(changes: dict, message: str) -> No
             replace(cfg, model=replace(cfg.model, **changes), parallel=parallel),
             parallel.tensor * parallel.pipeline * parallel.context,
         )
+
+
+@pytest.mark.parametrize("size", ["2b", "8b"])
+def test_the_shipped_sizes_train_all_but_the_tower(size: str) -> None:
+    """2B has tied heads, 8B a head of its own."""
+    cfg = load(f"qwen3_vl.py:qwen3_vl_{size}")
+    declared = specs(nnx.eval_shape(lambda: cfg.model.build(Layout(Plan.of(ParallelConfig(data=1))))))
+    frozen = set(declared) - set(trainable(cfg.optimizer, declared))
+    assert frozen == {path for path in declared if path.startswith("vision.")}
