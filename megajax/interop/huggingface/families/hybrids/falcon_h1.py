@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.interop.huggingface.decoders import MIXER
-from megajax.interop.huggingface.families.hybrids.granite_hybrid import MAMBA, MAMBA_ROWS, state_space
+from megajax.interop.huggingface.decoders import LAYER, MIXER
+from megajax.interop.huggingface.families.hybrids.granite_hybrid import FINAL_NAMES, MAMBA, state_space
+from megajax.interop.huggingface.families.hybrids.mamba import MAMBA2_ROWS, of_hybrids
 from megajax.interop.huggingface.family import Settings, layers_of, to_settings
 from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, sizes
 from megajax.layers.mamba.config import Mamba2Config
@@ -74,26 +75,14 @@ def _written(cfg: Any) -> dict[str, Any]:
     }
 
 
-def _beside(path: str) -> str:
-    return path.replace(".mixer.", ".beside.")
-
-
 DEFAULTS = sizes(128000, 4096, 14336, 32, 32, 8, None, 8192, rms_norm_eps=1e-5, mamba_d_ssm=1024)
 DEFAULTS |= {f"{name}_multiplier": 1.0 for name in MULTIPLIERS}
 DEFAULTS |= {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": list(ONES)}
-ROWS = [
-    replace(
-        row,
-        paths=_beside(row.paths) if isinstance(row.paths, str) else tuple(map(_beside, row.paths)),
-        requires=_beside(row.requires),
-    )
-    for row in MAMBA_ROWS
-]
 TABLE = Decoder(
     "falcon_h1", "FalconH1ForCausalLM", DEFAULTS, mlp_bias="mlp_bias", mixers=_mixers, model=_model, written=_written,
-    experts=Experts(_feed_forward, lambda cfg: {}), mixer_rows=[*MIXER, *ROWS],
-    tensors={"mlp.": "feed_forward.", "post_attention_layernorm": "pre_ff_layernorm"}
-    | {"model.norm.": "model.final_layernorm."},
+    experts=Experts(_feed_forward, lambda cfg: {}),
+    mixer_rows=[*MIXER, *of_hybrids(MAMBA2_ROWS, f"{LAYER}.mamba", "beside")],
+    tensors=FINAL_NAMES,
     unused=(
         # Settings of initial values, of generation, and of names of layers, which are all alike.
         "time_step_min", "time_step_max", "time_step_floor", "num_logits_to_keep", "layer_types", "layers_block_type",

@@ -32,10 +32,13 @@ MAMBA: Names = {
     "bias": ("mamba_proj_bias", False),
     "chunk": ("mamba_chunk_size", 256),
 }
-MAMBA_ROWS = [
-    replace(row, tensor=row.tensor.replace(f"{mamba.LAYER}.mixer", f"{LAYER}.mamba"), requires="stack.*.mixer.a_log")
-    for row in mamba.MAMBA2_ROWS
-]
+MAMBA_ROWS = mamba.of_hybrids(mamba.MAMBA2_ROWS, f"{LAYER}.mamba")
+FINAL_NAMES = {
+    "mlp.": "feed_forward.",
+    "post_attention_layernorm": "pre_ff_layernorm",
+    "model.norm.": "model.final_layernorm.",
+}
+"""Parts of names of tensors in hybrids by the names of Llama's."""
 
 
 def state_space(settings: Settings) -> Mamba2Config:
@@ -141,8 +144,7 @@ BAMBA = Decoder(
     "bamba", "BambaForCausalLM", sizes(128000, 4096, 14336, 32, 32, 8, None, 262144, rms_norm_eps=1e-5),
     bias="attention_bias", mlp_bias="mlp_bias", positions=Positions(fraction=0.5), prepare=_bamba_prepare,
     mixers=_mixers, written=_bamba_written, mixer_rows=[*MIXER, *MAMBA_ROWS],
-    tensors={"mlp.": "feed_forward.", "post_attention_layernorm": "pre_ff_layernorm"}
-    | {"model.norm.": "model.final_layernorm."},
+    tensors=FINAL_NAMES,
     unused=("num_logits_to_keep", "z_loss_coefficient", "num_experts*", "expert_layer_*"),
 )  # fmt: skip
 FAMILIES = [TABLE.family(), BAMBA.family()]

@@ -1,15 +1,15 @@
 """Jamba: Mamba with norms inside in most layers, attention without positions in the others, experts in some."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from megajax.interop.huggingface import decoders
-from megajax.interop.huggingface.decoders import MIXER
-from megajax.interop.huggingface.families.hybrids.mamba import MAMBA1_ROWS
+from megajax.interop.huggingface.decoders import LAYER, MIXER
+from megajax.interop.huggingface.families.hybrids.granite_hybrid import FINAL_NAMES
+from megajax.interop.huggingface.families.hybrids.mamba import MAMBA1_ROWS, of_hybrids
 from megajax.interop.huggingface.family import Names, Settings, layers_of, norm, to_settings
-from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, NoPositions, renamed, sizes
+from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, NoPositions, sizes
 from megajax.layers.mamba.config import Mamba1Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
@@ -71,24 +71,17 @@ def _written(cfg: Any) -> dict[str, Any]:
     return {**to_settings(space, MAMBA), **sizes, **_write_period("attn", full, len(mixers))}
 
 
-ROWS = [
-    *MAMBA1_ROWS,
-    *(row for name in ("dt", "b", "c") for row in norm(f"backbone.layers.{{layer}}.mixer.{name}_layernorm",
-                                                        f"stack.*.mixer.{name}_norm")),
-]  # fmt: skip
+INNER = [
+    row for name in ("dt", "b", "c") for row in norm(f"{LAYER}.mamba.{name}_layernorm", f"stack.*.mixer.{name}_norm")
+]
 TABLE = Decoder(
     "jamba", "JambaForCausalLM", sizes(65536, 4096, 14336, 32, 32, 8, None, 262144)
     | {"num_experts": 16, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
     | {"attn_layer_period": 8, "attn_layer_offset": 4},
     {"num_local_experts": "num_experts"},
-    {"mlp.gate.": "feed_forward.router.", "mlp.": "feed_forward.", "model.norm.": "model.final_layernorm."}
-    | {"post_attention_layernorm": "pre_ff_layernorm"},
+    {"mlp.gate.": "feed_forward.router.", **FINAL_NAMES},
     positions=NoPositions(), mixers=_mixers, experts=Experts(_read, _write), written=_written,
-    mixer_rows=[
-        *MIXER,
-        *(replace(row, requires="stack.*.mixer.a_log")
-          for row in renamed(ROWS, {"backbone": "model", ".mixer.": ".mamba."})),
-    ],
+    mixer_rows=[*MIXER, *of_hybrids([*MAMBA1_ROWS, *INNER], f"{LAYER}.mamba")],
     unused=("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep",
             "calc_logits_for_entire_prompt", "mamba_inner_layernorms", "sliding_window", "layer_types",
             "layers_block_type"),

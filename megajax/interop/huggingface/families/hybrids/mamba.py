@@ -4,6 +4,8 @@ In Mamba, in_proj computes x and the gate, x_proj the low-rank input of dt, b an
 gate, x, b, c and dt, in this order; the convolution is over x, b and c.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
@@ -109,6 +111,23 @@ MAMBA2_ROWS = [
     Row(f"{LAYER}.mixer.out_proj.bias", "stack.*.mixer.output_bias"),
 ]
 """The rows of a Mamba-2 mixer, also in hybrids."""
+
+
+def of_hybrids(rows: Sequence[Row], tensor: str, part: str = "mixer") -> list[Row]:
+    """Rows of a Mamba mixer that other layers lack. tensor: name of the mixer; part: its place in the block."""
+
+    def moved(path: str) -> str:
+        return path.replace(".mixer.", f".{part}.")
+
+    return [
+        replace(
+            row,
+            tensor=row.tensor.replace(f"{LAYER}.mixer", tensor),
+            paths=moved(row.paths) if isinstance(row.paths, str) else tuple(map(moved, row.paths)),
+            requires=f"stack.*.{part}.a_log",
+        )
+        for row in rows
+    ]
 
 
 MAMBA: Names = {

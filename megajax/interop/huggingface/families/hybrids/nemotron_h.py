@@ -19,6 +19,7 @@ from megajax.interop.huggingface.families.hybrids.mamba import (
     RENAMED,
     letter,
     model_settings,
+    of_hybrids,
     outer_rows,
     pattern,
 )
@@ -153,7 +154,7 @@ def _rows(cfg: DecoderConfig) -> list[Row]:
     return [
         *outer_rows(cfg),
         *norm(f"{LAYER}.norm", "stack.*.mlp_norm"),
-        *[replace(row, requires="stack.*.mixer.a_log") for row in MAMBA2_ROWS],
+        *of_hybrids(MAMBA2_ROWS, mixer),
         *[replace(row, requires="stack.*.mixer.query") for row in heads],
         *[row for name, path in mlps.items() for row in linear(f"{mixer}{name}.up_proj", f"{mlp}{path}.up")],
         *[row for name, path in mlps.items() for row in linear(f"{mixer}{name}.down_proj", f"{mlp}{path}.down")],
