@@ -50,7 +50,7 @@ def test_names_are_searched_here_then_in_configs_then_in_shipped_configs(tmp_pat
         ("quikstart.py", "did you mean quickstart.py?"),
         (
             "mine.py",
-            "bench.py, bert.py, cohere2.py, deepseek.py, distill.py, dpo.py, exaone4.py, gemma.py, glm4.py",
+            "bench.py, bert.py, cohere2.py, deepseek.py, distill.py, dpo.py, exaone4.py, falcon_h1.py, gemma.py",
         ),
         ("gpt3.py:gpt3_175", "did you mean gpt3_175b?"),
         ("gpt3.py:small", "(it has config, debug, gpt3_50m, gpt3_160m, gpt3_1_3b, gpt3_6_7b, gpt3_175b, "),
