@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 FAMILIES, PRESETS = "megajax.interop.huggingface.families", "megajax.models.presets"
 PLACES = {
     "llama4_text": ("llama4", "llama4", "llama4"),
-    "kimi_linear": ("hybrids.kimi_linear", "hybrids.kimi_linear", "kimi_linear"),
+    "kimi_linear": ("hybrids.kimi_linear", "hybrids.linear_attention", "kimi_linear"),
     "falcon_h1": ("hybrids.falcon_h1", "hybrids.falcon_h1", "falcon_h1"),
     "lfm2, lfm2_moe": ("hybrids.lfm2", "hybrids.lfm2", "lfm2"),
-    "minimax": ("hybrids.minimax", "hybrids.minimax", "minimax"),
-    "minimax_m2": ("experts.mixtures", "hybrids.minimax", "minimax_m2"),
+    "minimax": ("hybrids.minimax", "hybrids.linear_attention", "minimax"),
+    "minimax_m2": ("experts.mixtures", "hybrids.linear_attention", "minimax_m2"),
     "qwen3_next": ("qwen3_next", "qwen", "qwen3_next"),
     "qwen3_5_text, qwen3_5_moe_text": ("qwen3_next", "qwen", "qwen3_5"),
     "nemotron_h": ("hybrids.nemotron_h", "hybrids.mamba", "nemotron3"),
@@ -25,15 +25,15 @@ PLACES = {
     "deepseek_v3": ("deepseek", "deepseek", "deepseek"),
     "glm4_moe": ("experts.mixtures", "glm", "glm4_moe"),
     "glm4": ("relatives", "glm", "glm4"),
-    "olmoe": ("experts.mixtures", "olmo", "olmoe"),
-    "olmo3": ("relatives", "olmo", "olmo3"),
-    "gpt_oss": ("experts.gpt_oss", "gpt_oss", "gpt_oss"),
-    "gemma2": ("gemma", "gemma", "gemma"),
+    "olmoe": ("experts.mixtures", "windowed", "olmoe"),
+    "olmo3": ("relatives", "windowed", "olmo3"),
+    "gpt_oss": ("experts.gpt_oss", "windowed", "gpt_oss"),
+    "gemma2": ("gemma", "windowed", "gemma"),
     "granite": ("granite", "granite", "granite"),
-    "cohere2": ("relatives", "cohere", "cohere2"),
-    "exaone4": ("relatives", "exaone", "exaone4"),
-    "smollm3": ("relatives", "smollm", "smollm3"),
-    "phi3": ("llama", "phi", "phi"),
+    "cohere2": ("relatives", "windowed", "cohere2"),
+    "exaone4": ("relatives", "windowed", "exaone4"),
+    "smollm3": ("relatives", "llama", "smollm3"),
+    "phi3": ("llama", "llama", "phi"),
 }
 """Families -> modules of the names and of the preset, and the config."""
 
