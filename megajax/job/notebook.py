@@ -97,9 +97,14 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None) -> Run:
     """A run with fresh weights, on all devices or on those given; writes only data caches.
 
     Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
-    can't be loaded.
+    can't be loaded, and for a checkpoint to start from.
 
     Example: `mj.setup(mj.load("quickstart.py", "parallel.tensor=2"))`
     """
+    if isinstance(cfg, RunConfig) and (source := cfg.checkpoint.load or cfg.checkpoint.weights):
+        raise UserError(
+            f"setup starts with fresh weights and would not read {source}: train from it with python -m megajax.train, "
+            "or leave checkpoint.load and checkpoint.weights out"
+        )
     run = session.setup(cfg, devices=devices)
     return Run(run.parts, run.state, run.batches, run.reference)

@@ -77,3 +77,8 @@ def test_the_names_of_the_package_are_imported_on_use() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="module 'megajax' has no attribute 'setups'"):
         _ = mj.setups
+
+
+def test_setup_refuses_a_checkpoint_that_it_would_not_read() -> None:
+    with pytest.raises(UserError, match=r"fresh weights and would not read runs/a: train from it"):
+        mj.setup(mj.load("quickstart.py", "checkpoint.load=runs/a"))
