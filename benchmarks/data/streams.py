@@ -42,8 +42,10 @@ def streams(
     8,192 tokens trained on it, the same file for both. Each reads the text once, tokenizes it, packs it into rows of
     `sequence_length` tokens without padding, and makes batches of `rows`: MegaJAX with data.type=Stream and its loader,
     the other with load_dataset(streaming=True), a buffer of 1,000 documents to shuffle, map(batched=True) and a
-    DataLoader without workers. Both run on one core, by turns; processor seconds count, so other load matters little.
-    Without a shuffle their first rows must be equal; otherwise the exit code is 1.
+    DataLoader without workers. Both run on one core, by turns, in a new process each time, because a tokenizer is
+    slower in memory that was used and freed; before, each tokenizes the text once, which fills its cache of words.
+    Processor seconds count, so other load matters little. Without a shuffle their first rows must be equal; otherwise
+    the exit code is 1.
 
     --torch-python: the Python that has torch, datasets and tokenizers. --rounds: the median of their ratios counts.
 
@@ -55,16 +57,19 @@ def streams(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(folder, megabytes)
-        ours, theirs, equal = [], [], True
+        tokens = sum(map(len, map(tokenizer_config(folder).build().encode, all_texts(folder))))
+        ours, theirs, equal = list[float](), list[float](), True
         for turn in range(rounds):
-            own, first = measure_ours(folder, sequence_length, rows, turn)
-            out = folder / f"datasets-{turn}.json"
-            program = [str(torch_python), "-m", "benchmarks.data.datasets_baseline", str(folder), str(out)]
-            run([*program, str(sequence_length), str(rows)], "datasets", environment=torch_environment(), seconds=900)
-            peer = json.loads(out.read_text())
-            equal = equal and first == peer["first"]
-            ours.append(own)
-            theirs.append(peer["rows_per_second"])
+            results = []
+            for python, name in ((Path(sys.executable), "streams"), (torch_python, "datasets_baseline")):
+                out = folder / f"{name}-{turn}.json"
+                numbers = map(str, (sequence_length, rows, tokens))
+                program = [str(python), "-m", f"benchmarks.data.{name}", str(folder), str(out), *numbers]
+                run(program, name, environment=torch_environment(), seconds=900)
+                results.append(json.loads(out.read_text()))
+            equal = equal and results[0]["first"] == results[1]["first"]
+            ours.append(results[0]["rows_per_second"])
+            theirs.append(results[1]["rows_per_second"])
     ratios = [own / their for own, their in zip(ours, theirs, strict=True)]
     figures = {"rows_per_processor_second": ours, "datasets_rows_per_processor_second": theirs}
     return rounded(figures | {"ratio": statistics.median(ratios), "equal_work": equal}) | {"wrong": not equal}
@@ -91,11 +96,19 @@ def write_text(folder: Path, megabytes: float) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def measure_ours(folder: Path, length: int, rows: int, turn: int) -> tuple[float, list[int]]:
-    """Rows per processor second of one pass; the first tokens without a shuffle."""
-    config = HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json"), eod=END, special_tokens_in_text=False)
-    tokenizer, schema = config.build(), text_schema(length, 2**31)
-    options: dict[str, Any] = {"paths": (str(folder / "*.parquet"),), "cache_dir": str(folder / f"cache-{turn}")}
+def tokenizer_config(folder: Path) -> HuggingFaceTokenizerConfig:
+    """The tokenizer."""
+    return HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json"), eod=END, special_tokens_in_text=False)
+
+
+def main() -> None:
+    """Rows per processor second of one pass, and the first tokens without a shuffle, into a file.
+
+    Arguments: those of datasets_baseline.py, and the number of tokens of the text.
+    """
+    folder, out, (length, rows, tokens) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:6])
+    tokenizer, schema = tokenizer_config(folder).build(), text_schema(length, 2**31)
+    options: dict[str, Any] = {"paths": (str(folder / "*.parquet"),), "cache_dir": f"{out}.cache"}
 
     def source(count: int, **settings: Any) -> Any:
         data = StreamConfig(**options, **settings)
@@ -104,7 +117,8 @@ def measure_ours(folder: Path, length: int, rows: int, turn: int) -> tuple[float
         return splits.train
 
     first = source(1, lanes=1, shuffle=False)[0]["tokens"]
-    tokens = sum(map(len, map(config.build().encode, all_texts(folder))))  # each tokenizer has a cache of words
+    for text in all_texts(folder):  # fills the cache of words, as the first batch of the other does
+        tokenizer.encode(text)
     batches = tokens // length // rows - 2 * rows  # a lane may end before the others
     rows_of_pass = source(batches * rows + rows, lanes=rows)
     jax.block_until_ready(jax.device_put(np.zeros(1)))  # starts jax
@@ -113,7 +127,7 @@ def measure_ours(folder: Path, length: int, rows: int, turn: int) -> tuple[float
         for _ in range(batches):
             np.asarray(next(loader)[0]["tokens"])
         spent = time.process_time() - began
-    return batches * rows / spent, first.tolist()
+    out.write_text(json.dumps({"rows_per_second": batches * rows / spent, "first": first.tolist()}))
 
 
 def all_texts(folder: Path) -> list[str]:
@@ -121,3 +135,7 @@ def all_texts(folder: Path) -> list[str]:
     parquet = require("pyarrow.parquet", "This benchmark")
     files = sorted(folder.glob("*.parquet"))
     return [text for file in files for text in parquet.read_table(file).column("text").to_pylist()]
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
     python -m megajax.train --config=quickstart.py | tee terminal.txt
     python -m docs.build.quickstart runs/quickstart terminal.txt
 
-The picture is drawn in Chromium. Say in README.md how long the run took, and on what.
+The picture is drawn in Chromium. README.md says how long the run took; say there on what.
 """
 
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 README, PICTURE = ROOT / "README.md", ROOT / "docs/pictures/quickstart_report.png"
 BANNER = ("parameters", "shape", "first loss", "devices ", "mesh", "tokens per step", "whole run", "precision")
 FIELDS = ("learning rate: ", "lm loss: ", "grad norm: ")
-STEPS = ("1", "10", "100", "900")
+STEPS = ("1", "10", "100", "600")
 BLOCK = re.compile(r"```\n(MegaJAX\n.*?)\n```\n", re.DOTALL)
 
 
@@ -52,6 +52,8 @@ def main(folder: Path, terminal: Path) -> None:
     block = excerpt(terminal.read_text(encoding="utf-8"))
     text = BLOCK.sub(lambda _: f"```\n{block}\n```\n", README.read_text(encoding="utf-8"))
     text = re.sub(r"!\[Report of this run: .*?, timeline", f"![Report of this run: {losses(block)}, timeline", text)
+    taken = re.search(r"wall time +(\S+)", terminal.read_text(encoding="utf-8"))
+    text = re.sub(r"\(\S+ in this run", f"({taken[1]} in this run", text) if taken else text
     README.write_text(text, encoding="utf-8")
     with Browser((folder / "report.html").resolve().as_uri(), window="1000,1010") as browser:
         browser.wait("document.readyState == 'complete' && document.querySelectorAll('svg').length > 1")
