@@ -225,7 +225,12 @@ def _training(program: Program, description: Description, kernels: Sequence[Choi
     rates = f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}"
     return [
         ("precision", dtypes),
-        *_matmuls(precision, program.mesh.devices.flat[0], {c.kernel for c in kernels if c.layer == "experts"}),
+        *_matmuls(
+            precision,
+            program.mesh.devices.flat[0],
+            {c.kernel for c in kernels if c.layer == "experts"},
+            once=program.layout.matrices is not None,
+        ),
         *_kernels(cfg.model, cfg.parallel, program.summary.facts, kernels),
         *_recompute(program, description.saved),
         ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
@@ -257,8 +262,11 @@ def _kernels(
     return rows + [reason for reason in why if gpu]
 
 
-def _matmuls(precision: PrecisionConfig, device: jax.Device, experts: Collection[str]) -> list[tuple[str, str]]:
-    """The recipe, and what the device multiplies. experts: kernels of the grouped matmul, if there are experts."""
+def _matmuls(
+    precision: PrecisionConfig, device: jax.Device, experts: Collection[str], *, once: bool = True
+) -> list[tuple[str, str]]:
+    """The recipe, and what the device multiplies. experts: kernels of the grouped matmul, if there are experts; once:
+    their matrices are rounded once a step."""
     recipe = precision.matmul
     if recipe is None:
         return []
@@ -277,7 +285,8 @@ def _matmuls(precision: PrecisionConfig, device: jax.Device, experts: Collection
     else:
         text += f"; rounded, then multiplied in {_wide(recipe)}, because {_why_wide(recipe, device.device_kind)}"
     ends = recipe.layers(0) and f"; first {recipe.first_layers} and last {recipe.last_layers} layers in bfloat16"
-    groups = f"; experts too, {_of_experts(recipe, codes, experts)}" if experts else ""
+    often = f"; matrices of experts rounded {'once a step' if once else 'for each microbatch'}"
+    groups = f"{often}; experts too, {_of_experts(recipe, codes, experts)}" if experts else ""
     return [("matmuls", text + (ends or "") + groups)]
 
 

@@ -60,6 +60,8 @@ class Constant:
         return jnp.full(shape, self.value, jnp.float32)
 
 
+MADE = ".made"
+"""Path suffix of the operands of a `Matrix`, see `operands_for_step`."""
 WEIGHTS_STREAM = 0
 """Stream of the random numbers of initial weights, separate from others with the same seed."""
 
@@ -173,6 +175,7 @@ class Matrix(nnx.Module):
         self.layout, self.array, self.inputs = layout, array, inputs
         self.low_rank: LowRank | None = None
         self.quantized: Product | None = None
+        self.made: Any = None
         self.names = tuple(beside)
         for name, declared in beside.items():
             setattr(self, name, observation(declared))
@@ -217,7 +220,8 @@ class Matrix(nnx.Module):
             kernels = partial(capable, kernel, GroupedSizes(rows.shape[0], *array.shape))
             beside = {name: values[f".{name}"] for name in self.names}
             axes, in_codes = self.layout.sharded_axes("expert_mlp"), kernel != "reference"
-            y = multiply(rows, array, sizes, kernels, axes=axes, in_codes=in_codes, **beside)
+            made = values.get(MADE)
+            y = multiply(rows, array, sizes, kernels, axes=axes, in_codes=in_codes, made=made, **beside)
         if self.low_rank is None:
             return y
         return y + self.low_rank.grouped(rows, values[LORA_A], values[LORA_B], sizes, kernel)
@@ -274,6 +278,52 @@ class Matrix(nnx.Module):
         origin, layers = self.array.init_path, self.array.layers
         leaf = _leaf(Adapter, shape, axes, init=init, role=role)
         setattr(self, end[1:], _changed(leaf, leaf[...], layers=layers, init_path=f"{origin}{end}" if layers else None))
+
+
+def operands_for_step(layout: Layout, model: Any, weights: Params) -> dict[str, Any]:
+    """What `Layout.matrices` makes of the experts [layers, E, K, N] of stacks, layer by layer, by path; arrays have the
+    leading dimension of the weights. model: a module; weights: as layers use them, by path in it."""
+    made: dict[str, Any] = {}
+    if layout.matrices is None:
+        return made
+    for path, of in matrices_of(model).items():
+        axes = {"": of.array.axes} | {f".{name}": getattr(of, name).axes for name in of.names}
+        if axes[""][:2] == ("layer", "expert") and of.quantized is None:
+            leaves = {"": weights[path]}
+            leaves |= {f".{name}": weights[f"{path}.{name}.{getattr(of, name).reduction}"] for name in of.names}
+            made[path + MADE] = _operands(layout, layout.matrices, leaves, axes)
+    return made
+
+
+def _operands(
+    layout: Layout, make: Callable[..., Any], leaves: Mapping[str, Array], axes: Mapping[str, LogicalAxes]
+) -> Any:
+    def of_layer(layer: Mapping[str, Array], over: tuple[str, ...] = layout.sharded_axes("expert_mlp")) -> Any:
+        return make(layer[""], *(layer[end] for end in axes if end), axes=over)
+
+    like = {end: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for end, leaf in leaves.items()}
+    out = operand_axes(jax.eval_shape(partial(of_layer, over=()), like), axes[""][1:], ("layer",))
+    return layout.island(partial(jax.lax.map, of_layer), (axes,), out)(leaves)
+
+
+def give_operands(block: nnx.Module, weights: Mapping[str, Any], prefix: str) -> None:
+    """Gives the matrices of a block the operands among the weights of a layer, by prefix and path in the block."""
+    made = {path for path in weights if path.startswith(prefix) and path.endswith(MADE)}
+    for path, of in matrices_of(block).items() if made else ():
+        of.made = nnx.data(weights.get(f"{prefix}{path}{MADE}"))
+
+
+def operand_axes(made: Any, axes: LogicalAxes, before: LogicalAxes = ()) -> Any:
+    """Logical axes of the arrays of such operands, from those of the matrices [E, K, N]; with more axes before.
+
+    Along sharded axes every device has its own, also of arrays that are smaller than the matrices.
+    """
+    first, inner, outer = axes
+    orders = (first, outer, inner), (first, inner, outer)
+    return tuple(
+        jax.tree.map(lambda leaf, order=order: (*before, *order[: 3 if leaf.ndim == 3 else 1]), operand)
+        for operand, order in zip(made, orders, strict=True)
+    )
 
 
 def with_head_copies(layout: Layout, leaf: nnx.Param) -> Array:

@@ -91,6 +91,8 @@ class Layout:
     """The recipe of `dot`; precision.matmul replaces it."""
     grouped: Callable[..., Array] | None = None
     """The recipe of products of rows with the matrices of their groups; None: in the dtype of the rows."""
+    matrices: Callable[..., tuple[Any, Any]] | None = None
+    """Makes the operands of `grouped` from matrices [E, K, N], once a step; None: it makes them itself each time."""
     beside: Callable[[tuple[int, ...], LogicalAxes], Mapping[str, Observed]] = nothing
     """(shape, logical axes) of a weight -> its auxiliary arrays for the recipe, by name."""
     recipe_layers: tuple[int, int] | None = None
@@ -108,7 +110,7 @@ class Layout:
 
     def plain(self) -> "Layout":
         """A copy that multiplies with plain einsum; the auxiliary arrays of weights stay."""
-        return replace(self, matmul=exact, grouped=None, recipe_layers=None)
+        return replace(self, matmul=exact, grouped=None, matrices=None, recipe_layers=None)
 
     def recipe_or_plain(
         self, layer: Array, in_recipe: Callable[..., Array], plain: Callable[..., Array]

@@ -111,6 +111,11 @@ class RecipeConfig:
         """Numbers [first, end) of the layers with the recipe among `count`; None for all."""
         return (self.first_layers, count - self.last_layers) if self.first_layers or self.last_layers else None
 
+    def once_a_step(self, *, fsdp: bool) -> bool:
+        """Whether experts' matrices are rounded once a step rather than for each microbatch: with layers in bfloat16
+        both copies would need memory, and FSDP gathers matrices where they are used."""
+        return not (fsdp or self.first_layers or self.last_layers)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8CurrentConfig(RecipeConfig):

@@ -67,6 +67,10 @@ class GroupedOperand(Protocol):
         ...
 
 
+type Operands = tuple[Any, Any]
+"""Rounded matrices of groups, for the result and for the gradient of rows."""
+
+
 class GroupProducts(Protocol):
     """A kernel of products of groups: `megajax.kernels.grouped.matmul.Products`. Hashable."""
 
@@ -171,7 +175,7 @@ class RoundedMatmul:
         """
         letters = terms(equation)
         self._refuse_odd_sides(equation, letters, x, w)
-        return _multiply(self.recipe.on(sharding), _Einsum(letters), x, w, amax, None)
+        return _multiply(self.recipe.on(sharding), _Einsum(letters), x, w, amax, None, None)
 
     def grouped(
         self,
@@ -183,20 +187,31 @@ class RoundedMatmul:
         *,
         axes: tuple[str, ...] = (),
         in_codes: bool = True,
+        made: Operands | None = None,
     ) -> Array:
         """Each row times the matrix of its group, as `megajax.kernels.grouped.matmul.grouped_matmul`, in this recipe.
 
         Equal to a product of each group alone. Codes are multiplied by the recipe's kernel of codes if it supports the
         sizes; otherwise rounded numbers in a dtype that holds them exactly.
         kernel: dtype -> the kernel for rows of this dtype; amax: as above, float32 [E, 3]; axes: mesh axes that shard
-        columns of rows or matrices, in an island; in_codes: whether the kernel of codes may be used.
+        columns of rows or matrices, in an island; in_codes: whether the kernel of codes may be used; made: the rounded
+        matrices, if a step has made them before.
         """
         letters = Letters("tk", "ekn", "etn")
         self._refuse_odd_sides("tk,ekn->tn", letters, x, w, groups="e")
         codes = self.recipe.codes if in_codes else None
         fits = codes is not None and codes.fits(x.shape[0], *w.shape[1:])
         way = _InCodes(codes) if fits else _Grouped(kernel(self.recipe.exact.name))
-        return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes))
+        return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes), made)
+
+    def matrices(self, w: Array, amax: Array | None = None, *, axes: tuple[str, ...] = ()) -> Operands:
+        """The matrices of groups [E, K, N] rounded for the result and for the gradient of rows; see `grouped`.
+
+        They do not depend on rows, so a step with several microbatches makes them once.
+        """
+        groups = Groups.of(jnp.zeros(w.shape[0], jnp.int32), 0, axes)
+        y, dx = (_grouped_operand(self.recipe, "w", w, result, amax, groups, 1) for result in ("y", "dx"))
+        return y, dx
 
     def beside(self, shape: tuple[int, ...], axes: Sequence[str | None]) -> Mapping[str, Observed]:
         """The auxiliary arrays of a weight; those of experts have a row for each."""
@@ -325,35 +340,37 @@ class _InCodes(_OfGroups):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None) -> Array:
-    return _forward(recipe, way, x, w, amax, groups)[0]
+def _multiply(
+    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, made: Operands | None
+) -> Array:
+    return _forward(recipe, way, x, w, amax, groups, made)[0]
 
 
 def _forward(
-    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None
+    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, made: Operands | None
 ) -> tuple[Array, tuple]:
     operands = (
         way.operand(recipe, "x", x, "y", amax, groups),
-        way.operand(recipe, "w", w.astype(x.dtype), "y", amax, groups),
+        way.operand(recipe, "w", w.astype(x.dtype), "y", amax, groups) if made is None else made[0],
     )
     y = way.product(recipe, "y", *operands, x.dtype, groups)
-    return y, (way.operand(recipe, "x", x, "dw", amax, groups), w, amax, groups)
+    return y, (way.operand(recipe, "x", x, "dw", amax, groups), w, amax, groups, made)
 
 
-def _backward(recipe: Recipe, way: Way, saved: tuple, dy: Array) -> tuple[Array, Array, Array | None, None]:
-    x, w, amax, groups = saved
+def _backward(recipe: Recipe, way: Way, saved: tuple, dy: Array) -> tuple[Array, Array, Array | None, None, None]:
+    x, w, amax, groups, made = saved
     small = (
         way.operand(recipe, "dy", dy, "dx", amax, groups),
-        way.operand(recipe, "w", w.astype(dy.dtype), "dx", amax, groups),
+        way.operand(recipe, "w", w.astype(dy.dtype), "dx", amax, groups) if made is None else made[1],
     )
     dx = way.product(recipe, "dx", *small, dy.dtype, groups)
     small_dy = way.operand(recipe, "dy", dy, "dw", amax, groups)
     dw = way.product(recipe, "dw", x, small_dy, w.dtype, groups)
     if amax is None:
-        return dx, dw, None, None
+        return dx, dw, None, None, None
     observed = recipe.observed(x, small[1], small[0])
     # Each device of `axes` observes the same, and an island adds up what its devices observe.
-    return dx, dw, observed if groups is None else observed / groups.copies(), None
+    return dx, dw, observed if groups is None else observed / groups.copies(), None, None
 
 
 _multiply.defvjp(_forward, _backward)

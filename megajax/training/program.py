@@ -357,7 +357,9 @@ def _layout(
         recipe_of(precision.matmul, device, layout.token_weight, code_products(capability_of(device)))
     )
     layers = precision.matmul.layers(model.stack.layers())
-    return replace(layout, matmul=matmul, grouped=matmul.grouped, beside=matmul.beside, recipe_layers=layers)
+    once = precision.matmul.once_a_step(fsdp=parallel.data_sharding == "fsdp")
+    layout = replace(layout, matrices=matmul.matrices if once else None, recipe_layers=layers)
+    return replace(layout, matmul=matmul, grouped=matmul.grouped, beside=matmul.beside)
 
 
 def _partition(parallel: ParallelConfig, model: ModelConfig) -> Partition:

@@ -167,8 +167,9 @@ def test_the_banner_has_a_line_about_experts(experts):
         assert lines[0].startswith("2 of 8 experts on a device, gather; room for")
         assert lines[1].startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")
         assert _matmuls(fp8, device, ["reference"])[0][1].endswith(
-            "; experts too, multiplied in bfloat16: no kernel multiplies groups in fewer bits"
+            "rounded once a step; experts too, multiplied in bfloat16: no kernel multiplies groups in fewer bits"
         )
+        assert "rounded for each microbatch;" in _matmuls(fp8, device, ["reference"], once=False)[0][1]
     else:
         assert lines == ["none: the 4 devices of expert split the rows, like those of data"]
         assert "experts" not in _matmuls(fp8, device, [])[0][1]

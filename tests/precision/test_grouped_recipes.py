@@ -1,8 +1,10 @@
 """Products of experts in each recipe: against a loop of products of each expert alone, and over devices."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,8 @@ from megajax.precision.config import (
     Nvfp4Config,
 )
 from megajax.precision.fp8 import AmaxHistory, PerTensor
-from megajax.precision.matmul import Recipe, RoundedMatmul
+from megajax.precision.matmul import Recipe, RoundedMatmul, _multiply
+from megajax.training.gradients import grads
 from megajax.training.program import Program
 
 DELAYED = Fp8DelayedConfig()
@@ -67,8 +70,8 @@ def gradients(multiply: Any, dy: Any, *inputs: Any) -> tuple[jax.Array, ...]:
     return y, *pull(dy)
 
 
-def grouped(matmul: RoundedMatmul, sizes: Any, x: Any, w: Any, amax: Any = None) -> jax.Array:
-    return matmul.grouped(x, w, sizes, partial(capable, "reference", GroupedSizes(ROWS, *w.shape)), amax)
+def grouped(matmul: RoundedMatmul, sizes: Any, x: Any, w: Any, amax: Any = None, made: Any = None) -> jax.Array:
+    return matmul.grouped(x, w, sizes, partial(capable, "reference", GroupedSizes(ROWS, *w.shape)), amax, made=made)
 
 
 def alone(matmul: RoundedMatmul, x: Any, w: Any, dy: Any, *amax: Any) -> list[tuple[jax.Array, ...]]:
@@ -97,6 +100,21 @@ def test_each_expert_is_multiplied_as_if_it_were_alone(name: str) -> None:
     for number, (array, parts) in enumerate(zip(actual, expected, strict=True)):
         reference = np.concatenate(parts) if number < 2 else np.stack(parts)
         np.testing.assert_allclose(array[: len(reference)], reference, rtol=0, atol=1e-6 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", pytest.param("fp8_blocks", marks=pytest.mark.slow)])
+def test_matrices_that_a_step_has_rounded_before(name: str) -> None:
+    matmul, (x, w, dy, amax) = RoundedMatmul(RECIPES[name]), case()
+    more = (amax,) if name == "fp8_delayed" else ()
+    multiply = partial(grouped, matmul, jnp.int32(SIZES))
+
+    def both(x: Any, w: Any, dy: Any, *amax: Any) -> list[Any]:
+        by_made = partial(multiply, made=matmul.matrices(w, *amax))
+        # The product reads nothing of the matrices but what was made of them.
+        return [gradients(multiply, dy, x, w, *amax), gradients(by_made, dy, x, 0 * w, *amax)]
+
+    expected, actual = jax.jit(both)(x, w, dy, *more)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def trained(
@@ -145,8 +163,8 @@ LAYOUTS = {
 
 
 @cache
-def losses(parallel: ParallelConfig, recipe: MatmulConfig | None) -> np.ndarray:
-    """Of five steps of a mixture of experts in bfloat16."""
+def losses(parallel: ParallelConfig, recipe: MatmulConfig | None, *, once: bool = True) -> np.ndarray:
+    """Of five steps of a mixture of experts in bfloat16; once: the program rounds matrices once a step if it can."""
     model = wide()
     (block,) = model.stack.pattern
     mixture = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=64), router=RouterConfig(aux_loss=0.01))
@@ -158,7 +176,15 @@ def losses(parallel: ParallelConfig, recipe: MatmulConfig | None) -> np.ndarray:
     cfg = program.cfg.but(precision=precision, schedule=replace(program.cfg.schedule, lr=1e-3), steps=5)
     assert not cfg.problems(8)
     program = Program.of(cfg, program.mesh)
-    with within(program):
+    assert (program.layout.matrices is not None) == (recipe is not None and parallel.data_sharding != "fsdp")
+    made: list[bool] = []
+
+    def multiplied(*inputs: Any) -> Any:
+        made.append(inputs[-1] is not None)
+        return _multiply(*inputs)
+
+    never = nullcontext() if once else patch.object(grads, "operands_for_step", lambda *_: {})
+    with within(program), never, patch("megajax.precision.matmul._multiply", multiplied):
         state: Any = start(program)
         options = {**QUICK, "xla_allow_excess_precision": False}
         batches = [place(program, rows(number)) for number in range(5)]
@@ -167,7 +193,26 @@ def losses(parallel: ParallelConfig, recipe: MatmulConfig | None) -> np.ndarray:
         for batch in batches:
             state, metrics = step(state, batch)
             found.append(float(metrics["loss"]))
+    assert any(made) == (once and program.layout.matrices is not None)
     return np.array(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [
+        (Fp8BlocksConfig(), ParallelConfig(data=1)),
+        (DELAYED, ParallelConfig(data=1, expert=2, tensor=2, sequence=True)),
+        (Mxfp8Config(), ParallelConfig(data=2, expert=2, tensor=2, sequence=True, expert_tensor="whole")),
+        (Fp8BlocksConfig(), ParallelConfig(data=1, pipeline=2, tensor=2, sequence=True)),
+    ],
+    ids=["one device", "expert x tensor", "whole experts, zero1", "pipeline x tensor"],
+)
+def test_matrices_rounded_once_a_step_are_those_of_each_microbatch(
+    recipe: MatmulConfig, parallel: ParallelConfig
+) -> None:
+    """Bit for bit with scales that are powers of two; those of NVFP4 are quotients, whose last bit may differ."""
+    np.testing.assert_array_equal(losses(parallel, recipe), losses(parallel, recipe, once=False))
 
 
 NVFP4 = Nvfp4Config(first_layers=0, last_layers=0)

@@ -37,7 +37,7 @@ from megajax.layers.moe.router import (
     setting_of_room,
     within_capacity,
 )
-from megajax.layers.param import ZEROS, LayerSettings, Matrix, Normal, matrix, observation, param
+from megajax.layers.param import MADE, ZEROS, LayerSettings, Matrix, Normal, matrix, observation, operand_axes, param
 from megajax.mesh.layer_metrics import Measure
 from megajax.mesh.layer_observations import Latest, Observed, observe
 from megajax.mesh.layout import Layout
@@ -68,13 +68,19 @@ class Experts(nnx.Module):
         leaves = {name + end: leaf for name in names for end, leaf in getattr(self, name).leaves().items()}
         return leaves | {f"{name}_bias": getattr(self, f"{name}_bias") for name in names if self.cfg.bias}
 
-    def weights(self) -> dict[str, Array]:
-        """Arrays by name."""
-        return {name: leaf[...] for name, leaf in self.leaves().items()}
+    def weights(self) -> dict[str, Any]:
+        """Arrays by name, and the operands that the step has made of them."""
+        return {name: leaf[...] for name, leaf in self.leaves().items()} | self._made()
 
-    def axes(self) -> dict[str, tuple[str | None, ...]]:
-        """Logical axes of the weights of one layer, by name."""
-        return {name: leaf.axes[len(leaf.axes) - leaf[...].ndim :] for name, leaf in self.leaves().items()}
+    def _made(self) -> dict[str, Any]:
+        made = {name + MADE: getattr(self, name).made for name in (*self.cfg.inner, "down")}
+        return {name: operands for name, operands in made.items() if operands is not None}
+
+    def axes(self) -> dict[str, Any]:
+        """Logical axes of the `weights` of one layer, by name."""
+        axes = {name: leaf.axes[len(leaf.axes) - leaf[...].ndim :] for name, leaf in self.leaves().items()}
+        made = {name: operand_axes(of, axes[name.removesuffix(MADE)]) for name, of in self._made().items()}
+        return axes | made
 
     def apply(
         self,
@@ -106,7 +112,8 @@ class Experts(nnx.Module):
         If the ffn is sharded, it is a partial sum or a shard of the columns.
         """
         multiplied: Matrix = getattr(self, name)
-        return multiplied.grouped(rows, sizes, kernel, {end: weights[name + end] for end in multiplied.leaves()})
+        ends = (*multiplied.leaves(), *[MADE] * (multiplied.made is not None))
+        return multiplied.grouped(rows, sizes, kernel, {end: weights[name + end] for end in ends})
 
     def biased(self, x: Array, weights: Mapping[str, Array], name: str, sizes: Array) -> Array:
         if not self.cfg.bias:

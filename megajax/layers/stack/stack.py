@@ -34,7 +34,7 @@ from megajax.layers.cache_spec import below
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, in_layer, rows_of
 from megajax.layers.lora.add_adapters import choose_adapters, drop_inputs
-from megajax.layers.param import LayerSettings, bind, path_of, stacked
+from megajax.layers.param import LayerSettings, bind, give_operands, path_of, stacked
 from megajax.layers.recompute import Recomputing, SavePolicy
 from megajax.layers.remat import checkpointed
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
@@ -61,7 +61,7 @@ def unit_of(
 
     def unit(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
         for row, repeat in enumerate(inner):
-            x = repeat({path: w[row] for path, w in weights.items()}, common, numbers[row], x, ctx)
+            x = repeat(jax.tree.map(lambda w, row=row: w[row], dict(weights)), common, numbers[row], x, ctx)
         return x
 
     return checkpointed(unit, policy)
@@ -86,6 +86,7 @@ def _repeat(
         ]
         for place, (graph, _) in enumerate(parts):
             block, layer = bind(nnx.merge(graph, abstract[place]), gathered[place]), number + place
+            give_operands(block, weights, f"{place}.")
             of_layer = ctx.for_layer(layer)
             drop_inputs(block, of_layer)
             x = _with_recipe(block, layout, layer, None if recipe_layers is None else recipe_layers[place])(x, of_layer)

@@ -105,6 +105,8 @@ class Description:
     side_by_side: int = 1
     """Microbatches whose layers run in one loop."""
     compute: Compute = "bfloat16"
+    rounded_once: bool = False
+    """Matrices of experts are rounded once a step, others for each microbatch."""
     gradients: str = "float32"
     """Dtype in which gradients are accumulated over microbatches."""
     reduce: str | None = None
@@ -442,7 +444,7 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
 
     Raises UserError for a model or a layer without facts, and for an optimizer that is not one of the library's.
     """
-    model = demand_facts(cfg.model)
+    model, fsdp = demand_facts(cfg.model), cfg.parallel.data_sharding == "fsdp"
     single = isinstance(cfg.optimizer, SGDConfig | LionConfig)
     if not single and not isinstance(cfg.optimizer, AdamWConfig | MuonConfig):
         raise UserError(
@@ -458,6 +460,7 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         micro_size=cfg.batch.micro_size,
         side_by_side=cfg.batch.side_by_side,
         compute=cfg.precision.compute if cfg.precision.matmul is None else cfg.precision.matmul.rate,
+        rounded_once=cfg.precision.matmul is not None and cfg.precision.matmul.once_a_step(fsdp=fsdp),
         gradients=cfg.precision.gradients,
         reduce=cfg.precision.reduce,
         moment_bytes=(1 if single else 2) * BYTES[cfg.optimizer.moments],

@@ -207,9 +207,10 @@ def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
         for matmul in block.matmuls:
             widened = run.device.multiplied(_multiplied(run, matmul)[0]) == "bfloat16"
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
-            # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
-            tokens = tower.tokens * matmul.per_token
-            forward.elementwise += (cast + WIDENED_BYTES * widened) * (tokens * rows + matmul.local_size(tensor))
+            # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch, or once a step.
+            tokens, times = tower.tokens * matmul.per_token, run.microbatches if run.rounded_once else 1
+            matrices = (cast / (times if _grouped(matmul) else 1) + WIDENED_BYTES * widened) * matmul.local_size(tensor)
+            forward.elementwise += (cast + WIDENED_BYTES * widened) * tokens * rows + matrices
             backward.elementwise += (cast + WIDENED_BYTES * widened) * tokens * columns
     return Halves(forward.streamed(run), backward.streamed(run) if tower.differentiated else Work())
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import Batch, Grads, Params, Schema
-from megajax.layers.param import ParamSpec, bind
+from megajax.layers.param import ParamSpec, bind, operands_for_step
 from megajax.mesh.collectives import (
     combined_over,
     gather_shards,
@@ -125,8 +125,9 @@ class Weights:
         return frozenset(path for path, axes in over.items() if axis in axes)
 
     def gather_all_for_step(self, params: Params, scale: Array) -> dict[str, Array]:
-        """All weights, see `gather_for_step`."""
-        return {path: self.gather_for_step(path, w, scale) for path, w in params.items()}
+        """All weights, see `gather_for_step`, and what layers multiply by that is made of them once a step."""
+        in_step = {path: self.gather_for_step(path, w, scale) for path, w in params.items()}
+        return in_step | operands_for_step(self.layout, self.model, in_step)
 
     def reduce_all(self, totals: Params) -> dict[str, Array]:
         """All summed gradients on the optimizer's layout, see `reduce`."""
@@ -146,7 +147,7 @@ class Weights:
         dtypes = {
             path: self.precision.gradients if reduction_of(path) is None else jnp.float32
             for path in in_step
-            if path not in self.frozen
+            if path in self.declared and path not in self.frozen
         }
         return {
             path: self.layout.zeros(in_step[path].shape, dtypes[path], *self.axes_for_step(path)) for path in dtypes
