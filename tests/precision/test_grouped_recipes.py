@@ -204,9 +204,9 @@ def losses(parallel: ParallelConfig, recipe: MatmulConfig | None, *, once: bool 
         (Fp8BlocksConfig(), ParallelConfig(data=1)),
         (DELAYED, ParallelConfig(data=1, expert=2, tensor=2, sequence=True)),
         (Mxfp8Config(), ParallelConfig(data=2, expert=2, tensor=2, sequence=True, expert_tensor="whole")),
-        (Fp8BlocksConfig(), ParallelConfig(data=1, pipeline=2, tensor=2, sequence=True)),
+        (Fp8BlocksConfig(), LAYOUTS["pipeline"]),
     ],
-    ids=["one device", "expert x tensor", "whole experts, zero1", "pipeline x tensor"],
+    ids=["one device", "expert x tensor", "whole experts, zero1", "pipeline"],
 )
 def test_matrices_rounded_once_a_step_are_those_of_each_microbatch(
     recipe: MatmulConfig, parallel: ParallelConfig
