@@ -210,7 +210,7 @@ class RoundedMatmul:
         They do not depend on rows, so a step with several microbatches makes them once.
         """
         groups = Groups.of(jnp.zeros(w.shape[0], jnp.int32), 0, axes)
-        y, dx = (_grouped_operand(self.recipe, "w", w, result, amax, groups, 1) for result in ("y", "dx"))
+        y, dx = (self.recipe.grouped_operand("w", matrices, groups, amax) for matrices in (w.mT, w))
         return y, dx
 
     def beside(self, shape: tuple[int, ...], axes: Sequence[str | None]) -> Mapping[str, Observed]:
