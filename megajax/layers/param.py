@@ -60,7 +60,7 @@ class Constant:
         return jnp.full(shape, self.value, jnp.float32)
 
 
-MADE = ".made"
+ROUNDED = ".rounded"
 """Path suffix of the operands of a `Matrix`, see `operands_for_step`."""
 WEIGHTS_STREAM = 0
 """Stream of the random numbers of initial weights, separate from others with the same seed."""
@@ -175,7 +175,7 @@ class Matrix(nnx.Module):
         self.layout, self.array, self.inputs = layout, array, inputs
         self.low_rank: LowRank | None = None
         self.quantized: Product | None = None
-        self.made: Any = None
+        self.rounded: Any = None
         self.names = tuple(beside)
         for name, declared in beside.items():
             setattr(self, name, observation(declared))
@@ -220,8 +220,8 @@ class Matrix(nnx.Module):
             kernels = partial(capable, kernel, GroupedSizes(rows.shape[0], *array.shape))
             beside = {name: values[f".{name}"] for name in self.names}
             axes, in_codes = self.layout.sharded_axes("expert_mlp"), kernel != "reference"
-            made = values.get(MADE)
-            y = multiply(rows, array, sizes, kernels, axes=axes, in_codes=in_codes, made=made, **beside)
+            rounded = values.get(ROUNDED)
+            y = multiply(rows, array, sizes, kernels, axes=axes, in_codes=in_codes, rounded=rounded, **beside)
         if self.low_rank is None:
             return y
         return y + self.low_rank.grouped(rows, values[LORA_A], values[LORA_B], sizes, kernel)
@@ -283,16 +283,16 @@ class Matrix(nnx.Module):
 def operands_for_step(layout: Layout, model: Any, weights: Params) -> dict[str, Any]:
     """What `Layout.matrices` makes of the experts [layers, E, K, N] of stacks, layer by layer, by path; arrays have the
     leading dimension of the weights. model: a module; weights: as layers use them, by path in it."""
-    made: dict[str, Any] = {}
+    rounded: dict[str, Any] = {}
     if layout.matrices is None:
-        return made
+        return rounded
     for path, of in matrices_of(model).items():
         axes = {"": of.array.axes} | {f".{name}": getattr(of, name).axes for name in of.names}
         if axes[""][:2] == ("layer", "expert") and of.quantized is None:
             leaves = {"": weights[path]}
             leaves |= {f".{name}": weights[f"{path}.{name}.{getattr(of, name).reduction}"] for name in of.names}
-            made[path + MADE] = _operands(layout, layout.matrices, leaves, axes)
-    return made
+            rounded[path + ROUNDED] = _operands(layout, layout.matrices, leaves, axes)
+    return rounded
 
 
 def _operands(
@@ -308,12 +308,12 @@ def _operands(
 
 def give_operands(block: nnx.Module, weights: Mapping[str, Any], prefix: str) -> None:
     """Gives the matrices of a block the operands among the weights of a layer, by prefix and path in the block."""
-    made = {path for path in weights if path.startswith(prefix) and path.endswith(MADE)}
-    for path, of in matrices_of(block).items() if made else ():
-        of.made = nnx.data(weights.get(f"{prefix}{path}{MADE}"))
+    rounded = {path for path in weights if path.startswith(prefix) and path.endswith(ROUNDED)}
+    for path, of in matrices_of(block).items() if rounded else ():
+        of.rounded = nnx.data(weights.get(f"{prefix}{path}{ROUNDED}"))
 
 
-def operand_axes(made: Any, axes: LogicalAxes, before: LogicalAxes = ()) -> Any:
+def operand_axes(rounded: Any, axes: LogicalAxes, before: LogicalAxes = ()) -> Any:
     """Logical axes of the arrays of such operands, from those of the matrices [E, K, N]; with more axes before.
 
     Along sharded axes every device has its own, also of arrays that are smaller than the matrices.
@@ -322,7 +322,7 @@ def operand_axes(made: Any, axes: LogicalAxes, before: LogicalAxes = ()) -> Any:
     orders = (first, outer, inner), (first, inner, outer)
     return tuple(
         jax.tree.map(lambda leaf, order=order: (*before, *order[: 3 if leaf.ndim == 3 else 1]), operand)
-        for operand, order in zip(made, orders, strict=True)
+        for operand, order in zip(rounded, orders, strict=True)
     )
 
 

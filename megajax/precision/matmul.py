@@ -187,22 +187,22 @@ class RoundedMatmul:
         *,
         axes: tuple[str, ...] = (),
         in_codes: bool = True,
-        made: Operands | None = None,
+        rounded: Operands | None = None,
     ) -> Array:
         """Each row times the matrix of its group, as `megajax.kernels.grouped.matmul.grouped_matmul`, in this recipe.
 
         Equal to a product of each group alone. Codes are multiplied by the recipe's kernel of codes if it supports the
         sizes; otherwise rounded numbers in a dtype that holds them exactly.
         kernel: dtype -> the kernel for rows of this dtype; amax: as above, float32 [E, 3]; axes: mesh axes that shard
-        columns of rows or matrices, in an island; in_codes: whether the kernel of codes may be used; made: the rounded
-        matrices, if a step has made them before.
+        columns of rows or matrices, in an island; in_codes: whether the kernel of codes may be used; rounded: the
+        matrices as a step has rounded them before, if it has.
         """
         letters = Letters("tk", "ekn", "etn")
         self._refuse_odd_sides("tk,ekn->tn", letters, x, w, groups="e")
         codes = self.recipe.codes if in_codes else None
         fits = codes is not None and codes.fits(x.shape[0], *w.shape[1:])
         way = _InCodes(codes) if fits else _Grouped(kernel(self.recipe.exact.name))
-        return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes), made)
+        return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes), rounded)
 
     def matrices(self, w: Array, amax: Array | None = None, *, axes: tuple[str, ...] = ()) -> Operands:
         """The matrices of groups [E, K, N] rounded for the result and for the gradient of rows; see `grouped`.
@@ -341,27 +341,27 @@ class _InCodes(_OfGroups):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, made: Operands | None
+    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, rounded: Operands | None
 ) -> Array:
-    return _forward(recipe, way, x, w, amax, groups, made)[0]
+    return _forward(recipe, way, x, w, amax, groups, rounded)[0]
 
 
 def _forward(
-    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, made: Operands | None
+    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, rounded: Operands | None
 ) -> tuple[Array, tuple]:
     operands = (
         way.operand(recipe, "x", x, "y", amax, groups),
-        way.operand(recipe, "w", w.astype(x.dtype), "y", amax, groups) if made is None else made[0],
+        way.operand(recipe, "w", w.astype(x.dtype), "y", amax, groups) if rounded is None else rounded[0],
     )
     y = way.product(recipe, "y", *operands, x.dtype, groups)
-    return y, (way.operand(recipe, "x", x, "dw", amax, groups), w, amax, groups, made)
+    return y, (way.operand(recipe, "x", x, "dw", amax, groups), w, amax, groups, rounded)
 
 
 def _backward(recipe: Recipe, way: Way, saved: tuple, dy: Array) -> tuple[Array, Array, Array | None, None, None]:
-    x, w, amax, groups, made = saved
+    x, w, amax, groups, rounded = saved
     small = (
         way.operand(recipe, "dy", dy, "dx", amax, groups),
-        way.operand(recipe, "w", w.astype(dy.dtype), "dx", amax, groups) if made is None else made[1],
+        way.operand(recipe, "w", w.astype(dy.dtype), "dx", amax, groups) if rounded is None else rounded[1],
     )
     dx = way.product(recipe, "dx", *small, dy.dtype, groups)
     small_dy = way.operand(recipe, "dy", dy, "dw", amax, groups)

@@ -70,8 +70,10 @@ def gradients(multiply: Any, dy: Any, *inputs: Any) -> tuple[jax.Array, ...]:
     return y, *pull(dy)
 
 
-def grouped(matmul: RoundedMatmul, sizes: Any, x: Any, w: Any, amax: Any = None, made: Any = None) -> jax.Array:
-    return matmul.grouped(x, w, sizes, partial(capable, "reference", GroupedSizes(ROWS, *w.shape)), amax, made=made)
+def grouped(matmul: RoundedMatmul, sizes: Any, x: Any, w: Any, amax: Any = None, rounded: Any = None) -> jax.Array:
+    return matmul.grouped(
+        x, w, sizes, partial(capable, "reference", GroupedSizes(ROWS, *w.shape)), amax, rounded=rounded
+    )
 
 
 def alone(matmul: RoundedMatmul, x: Any, w: Any, dy: Any, *amax: Any) -> list[tuple[jax.Array, ...]]:
@@ -109,9 +111,9 @@ def test_matrices_that_a_step_has_rounded_before(name: str) -> None:
     multiply = partial(grouped, matmul, jnp.int32(SIZES))
 
     def both(x: Any, w: Any, dy: Any, *amax: Any) -> list[Any]:
-        by_made = partial(multiply, made=matmul.matrices(w, *amax))
+        of_rounded = partial(multiply, rounded=matmul.matrices(w, *amax))
         # The product reads nothing of the matrices but what was made of them.
-        return [gradients(multiply, dy, x, w, *amax), gradients(by_made, dy, x, 0 * w, *amax)]
+        return [gradients(multiply, dy, x, w, *amax), gradients(of_rounded, dy, x, 0 * w, *amax)]
 
     expected, actual = jax.jit(both)(x, w, dy, *more)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
@@ -177,10 +179,10 @@ def losses(parallel: ParallelConfig, recipe: MatmulConfig | None, *, once: bool 
     assert not cfg.problems(8)
     program = Program.of(cfg, program.mesh)
     assert (program.layout.matrices is not None) == (recipe is not None and parallel.data_sharding != "fsdp")
-    made: list[bool] = []
+    rounded: list[bool] = []
 
     def multiplied(*inputs: Any) -> Any:
-        made.append(inputs[-1] is not None)
+        rounded.append(inputs[-1] is not None)
         return _multiply(*inputs)
 
     never = nullcontext() if once else patch.object(grads, "operands_for_step", lambda *_: {})
@@ -193,7 +195,7 @@ def losses(parallel: ParallelConfig, recipe: MatmulConfig | None, *, once: bool 
         for batch in batches:
             state, metrics = step(state, batch)
             found.append(float(metrics["loss"]))
-    assert any(made) == (once and program.layout.matrices is not None)
+    assert any(rounded) == (once and program.layout.matrices is not None)
     return np.array(found)
 
 

@@ -37,7 +37,7 @@ from megajax.layers.moe.router import (
     setting_of_room,
     within_capacity,
 )
-from megajax.layers.param import MADE, ZEROS, LayerSettings, Matrix, Normal, matrix, observation, operand_axes, param
+from megajax.layers.param import ROUNDED, ZEROS, LayerSettings, Matrix, Normal, matrix, observation, operand_axes, param
 from megajax.mesh.layer_metrics import Measure
 from megajax.mesh.layer_observations import Latest, Observed, observe
 from megajax.mesh.layout import Layout
@@ -70,17 +70,17 @@ class Experts(nnx.Module):
 
     def weights(self) -> dict[str, Any]:
         """Arrays by name, and the operands that the step has made of them."""
-        return {name: leaf[...] for name, leaf in self.leaves().items()} | self._made()
+        return {name: leaf[...] for name, leaf in self.leaves().items()} | self._rounded()
 
-    def _made(self) -> dict[str, Any]:
-        made = {name + MADE: getattr(self, name).made for name in (*self.cfg.inner, "down")}
-        return {name: operands for name, operands in made.items() if operands is not None}
+    def _rounded(self) -> dict[str, Any]:
+        rounded = {name + ROUNDED: getattr(self, name).rounded for name in (*self.cfg.inner, "down")}
+        return {name: operands for name, operands in rounded.items() if operands is not None}
 
     def axes(self) -> dict[str, Any]:
         """Logical axes of the `weights` of one layer, by name."""
         axes = {name: leaf.axes[len(leaf.axes) - leaf[...].ndim :] for name, leaf in self.leaves().items()}
-        made = {name: operand_axes(of, axes[name.removesuffix(MADE)]) for name, of in self._made().items()}
-        return axes | made
+        rounded = {name: operand_axes(of, axes[name.removesuffix(ROUNDED)]) for name, of in self._rounded().items()}
+        return axes | rounded
 
     def apply(
         self,
@@ -112,7 +112,7 @@ class Experts(nnx.Module):
         If the ffn is sharded, it is a partial sum or a shard of the columns.
         """
         multiplied: Matrix = getattr(self, name)
-        ends = (*multiplied.leaves(), *[MADE] * (multiplied.made is not None))
+        ends = (*multiplied.leaves(), *[ROUNDED] * (multiplied.rounded is not None))
         return multiplied.grouped(rows, sizes, kernel, {end: weights[name + end] for end in ends})
 
     def biased(self, x: Array, weights: Mapping[str, Array], name: str, sizes: Array) -> Array:
