@@ -127,7 +127,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import megajax.checkpoint.manager as manager_module
+    from megajax.checkpoint import writers
 
-    manager_module.SHARED_FOLDER_TIMEOUT_SECONDS = 1.0
+    writers.SHARED_FOLDER_TIMEOUT_SECONDS = 1.0
     main()
