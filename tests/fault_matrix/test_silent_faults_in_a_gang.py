@@ -22,10 +22,6 @@ def test_a_flipped_bit_ends_the_run_and_is_never_saved(start, tmp_path):
     assert saved(run) == [2, 4], "step 6 was due"
     assert "hold different bytes" in gang.text and "(process 1)" in gang.text
     assert "Traceback" not in gang.text
-    # The same command resumes from the last checkpoint, and without the fault reaches the end.
-    again = start(*gangs.launcher(), *gangs.TRAIN, *settings, "--resilience.replicas.every=3", name="again")
-    assert again.wait() == 0, again.text
-    assert saved(run)[-1] == 6
 
 
 @pytest.mark.slow

@@ -75,11 +75,8 @@ def demand_equal(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
     ("name", "sizes"),
     [
         ("mixture", {"expert": 2, "tensor": 2}),
-        pytest.param("mixture", {"expert": 2}, marks=pytest.mark.slow),
-        pytest.param("mixture", {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("mixture", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek", {"expert": 4}, marks=pytest.mark.slow),
-        pytest.param("deepseek", {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek", {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -290,8 +290,6 @@ HYBRID = decoder(MAMBA, replace(HEADS, rope=ROPE))
     scope="module",
     params=[
         pytest.param((LLAMA, {}, 4, 0), id="one"),
-        pytest.param((LLAMA, {"data": 2, "tensor": 2}, 4, 0), id="replicas", marks=pytest.mark.slow),
-        pytest.param((HYBRID, {}, 8, 2), id="states", marks=pytest.mark.slow),
         pytest.param((HYBRID, {"data": 2, "tensor": 2}, 8, 2), id="states of replicas", marks=pytest.mark.slow),
     ],
 )

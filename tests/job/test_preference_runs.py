@@ -49,7 +49,10 @@ def forbidden(*arguments: Any) -> None:
 
 
 def test_a_run_scores_its_reference_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resumed after two steps, it has the losses of a run in one piece, which reads the same file."""
+    """Resumed after two steps, it has the losses of a run in one piece, which reads the same file.
+
+    Without the file it is refused.
+    """
     stopping = ResilienceConfig(exit_after_steps=2)
     assert train(config(tmp_path, resilience=stopping)) == 0
     assert losses(tmp_path / "run")[0] == pytest.approx(np.log(2), rel=1e-6)
@@ -57,6 +60,10 @@ def test_a_run_scores_its_reference_once(tmp_path: Path, monkeypatch: pytest.Mon
     recorded = json.loads((tmp_path / "run" / "reference.json").read_text())
     assert recorded["files"] == [str(file)]
     monkeypatch.setattr(reference, "score", forbidden)
+    moved = file.rename(tmp_path / file.name)
+    with pytest.raises(UserError, match=rf"the run resumes, .*Put {file.name} back, set data.reference_dir"):
+        train(config(tmp_path))
+    moved.rename(file)
     assert train(config(tmp_path)) == 0
     assert train(config(tmp_path, "whole")) == 0
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-6)
@@ -65,17 +72,6 @@ def test_a_run_scores_its_reference_once(tmp_path: Path, monkeypatch: pytest.Mon
     names = {"accuracy", "margin", "reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected", "kl"}
     assert all(names <= line.keys() for line in lines)
     assert {line["split"] for line in lines if "split" in line} == {"validation"}
-
-
-def test_a_run_that_resumes_without_the_file_of_its_reference_is_refused(tmp_path: Path) -> None:
-    stopping = ResilienceConfig(exit_after_steps=2)
-    assert train(config(tmp_path, resilience=stopping)) == 0
-    (file,) = scores(tmp_path)
-    moved = file.rename(tmp_path / file.name)
-    with pytest.raises(UserError, match=rf"the run resumes, .*Put {file.name} back, set data.reference_dir"):
-        train(config(tmp_path))
-    moved.rename(file)
-    assert train(config(tmp_path)) == 0
 
 
 def test_adapters_are_compared_with_their_frozen_base(tmp_path: Path) -> None:

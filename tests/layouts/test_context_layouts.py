@@ -1,6 +1,6 @@
 """Rows sharded over `context` train like whole rows: by every strategy, and with every other axis.
 
-Cases are in tests/context_cases.py. Slow tests run a few of them that cover any two values;
+Cases are in tests/context_cases.py. Slow tests run a few of them that cover models and strategies;
 `python -m benchmarks context_layouts --devices=cpu:8` checks all, and prints their differences.
 """
 

@@ -1,4 +1,7 @@
-"""The debug twins of families other than GPT and Llama train on eight devices to the losses of one, on real data."""
+"""Debug twins of families other than GPT and Llama train on eight devices to the losses of one, on real data.
+
+Of families that have the same kinds of layers, one is here; tests/oracle has the logits of each family.
+"""
 
 from pathlib import Path
 
@@ -14,33 +17,19 @@ PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
 CASES = {
     "mixtral": (2, 12, 1.0, ("parallel.expert=2",)),
-    "qwen3_moe": (8, 12, 1.0, ("parallel.expert=4",)),
     "gpt_oss": (4, 12, 1.0, ("parallel.expert=4", *SEQUENCE)),
-    "deepseek": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "deepseek:deepseek_v3": (2, 12, 1.0, ()),
     "nemotron_h": (2, 12, 1.0, PIPELINE),
-    "nemotron3": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "llama4": (8, 12, 1.0, ("parallel.expert=2", "parallel.context=2", "parallel.context_strategy=ring")),
     "falcon_h1": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "lfm2": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "minimax": (8, 12, 0.8, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
-    "glm4_moe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "kimi_linear": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
     "qwen3_next": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
-    "qwen3_5": (8, 12, 1.0, ("parallel.expert=2", *SEQUENCE)),
-    "qwen3_5:qwen3_5_27b": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
-    "glm4": (None, 12, 1.0, PIPELINE),
-    "olmoe": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
-    "minimax_m2": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
     "granite4": (8, 12, 0.05, ("parallel.expert=2", *SEQUENCE)),
-    "olmo3": (None, 12, 1.0, SEQUENCE),
     "exaone4": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring")),
-    "smollm3": (None, 12, 1.0, SEQUENCE),
-    "granite": (None, 12, 0.1, PIPELINE),
     "phi": (None, 12, 0.8, SEQUENCE),
-    "cohere2": (None, 12, 0.2, SEQUENCE),
     "gemma:gemma2_2b": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring", *PIPELINE)),
-    "gemma": (None, 12, 1.0, SEQUENCE),
     "bert": (None, 20, 0.5, PIPELINE),
     "t5": (None, 20, 0.5, SEQUENCE),
     "vit": (None, 20, 0.3, PIPELINE),

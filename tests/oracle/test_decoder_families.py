@@ -52,6 +52,11 @@ DEFAULT = {
 }  # fmt: skip
 SLOW = {*names()} - DEFAULT
 """Parts that other folders have too."""
+STATES = {
+    "bamba", "bloom", "falcon-alibi", "falcon_mamba", "gpt_bigcode", "gptj", "granitemoehybrid", "jamba", "mpt", "opt",
+    "persimmon", "phimoe", "youtu",
+}  # fmt: skip
+"""With DEFAULT each kind of state, of positions and of mixture: tests/inference has the steps of each layer."""
 
 
 @pytest.fixture(
@@ -110,6 +115,7 @@ def test_documents_of_a_row_have_the_logits_of_each_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", [*sorted(DEFAULT | STATES), *(f"oracle3 {name}" for name in LARGER)], indirect=True)
 def test_greedy_tokens_of_the_engine(folder: Path) -> None:
     """From prompts in chunks."""
     origin = Origin(hf=folder)

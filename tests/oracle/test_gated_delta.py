@@ -37,6 +37,8 @@ def outputs(arrays: dict[str, Any], ids: np.ndarray | None, chunk: int, kernel: 
         pytest.param(name, chunk, kernel, marks=() if (name, chunk, kernel) == QUICK else SLOW)
         for name in CASES
         for chunk, kernel in ((0, "chunks"), (16, "chunks"), (64, "chunks"), (16, "triton"), (64, "triton"))
+        # Kernels and plain JAX have the sizes of chunks by turns, but for documents.
+        if name == "segments" or (chunk, kernel) not in ((64, "chunks"), (16, "triton"))
     ],
 )
 def test_outputs_states_and_gradients(case: str, chunk: int, kernel: str) -> None:

@@ -134,17 +134,23 @@ def of_experts(recipe: Any, sizes: Array, dy: Array, *inputs: Array) -> tuple[Ar
     return y, *pull(dy)
 
 
+OF_BLACKWELL = PLAIN._replace(kernel="scaled")
+PLAINLY = PLAIN, OF_BLACKWELL
+
+
 @pytest.mark.parametrize(
     ("kernel", "name"),
     [
-        pytest.param(kernel, name, marks=[] if number == 0 and name == "one scale" else pytest.mark.slow)
-        for kernels, names in (((PLAIN, KERNEL), HOPPER), ((PLAIN._replace(kernel="scaled"), SCALED), BLACKWELL))
-        for number, kernel in enumerate(kernels)
+        pytest.param(kernel, name, marks=[] if kernel in PLAINLY and name == "one scale" else pytest.mark.slow)
+        for kernel, names in (
+            *((PLAIN, HOPPER), (OF_BLACKWELL, BLACKWELL)),
+            *((KERNEL, ["one scale"]), (SCALED, ["one scale", "nvfp4"])),
+        )
         for name in names
     ],
 )
 def test_experts_by_codes_equal_the_reference(kernel: CodeProducts, name: str) -> None:
-    """Result, gradients and what is observed."""
+    """Result, gradients and what is observed. Interpreted kernels have blocks and mxfp8 on several devices below."""
     sizes, rows, outer = (100, 0, 9), 136, 256
     x, w, dy = draw((rows, 128), 0, 3), draw((len(sizes), 128, outer), 1, 3), draw((rows, outer), 2, 3)
     x[sum(sizes) :] = dy[sum(sizes) :] = np.nan
@@ -177,16 +183,18 @@ def test_layers_by_codes_equal_the_reference(name: str, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "name"), [("codes", name) for name in HOPPER] + [("scaled", name) for name in BLACKWELL]
+    ("kernel", "name"),
+    [
+        *((PLAIN, name) for name in ("blocks", "float32 scales", "one scale, delayed")),
+        *((OF_BLACKWELL, name) for name in ("one scale", "mxfp8", "nvfp4")),
+    ],
 )
-def test_devices_multiply_the_codes_of_their_own_experts(kernel: Any, name: str) -> None:
+def test_devices_multiply_the_codes_of_their_own_experts(kernel: CodeProducts, name: str) -> None:
     """Experts over two devices, and the matrices of each over two."""
     expected = trained(RECIPES[name], ParallelConfig(data=1), hidden=128)
-    recipe = replace(RECIPES[name], codes=PLAIN._replace(kernel=kernel))
-    for parallel in (ParallelConfig(data=1), ParallelConfig(data=1, expert=2, tensor=2)):
-        actual = trained(recipe, parallel, hidden=128)
-        for path in expected.keys() - {"load.sum", "report.sum"}:
-            close(actual[path], expected[path])
+    actual = trained(replace(RECIPES[name], codes=kernel), ParallelConfig(data=1, expert=2, tensor=2), hidden=128)
+    for path in expected.keys() - {"load.sum", "report.sum"}:
+        close(actual[path], expected[path])
 
 
 @pytest.mark.slow

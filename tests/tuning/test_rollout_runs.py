@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def reward(prompt, answer, row):
 '''
 
 
+@cache
 def steps(*settings: str, devices: int = 1, moved: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
     """The numbers of each step of a run in this process. moved: change of each initial weight, relative to it; seed: of
     its signs."""
@@ -71,21 +73,11 @@ def numbers(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Killed within its second rollout, and again while a step of that rollout runs."""
-    assert train(tmp_path, "whole") == 0
-    (tmp_path / "kill").touch()
-    inject = "resilience.inject=kill:step=8"
-    assert train(tmp_path, "killed", inject) == train(tmp_path, "killed", inject) == -9
-    assert train(tmp_path, "killed") == 0
-    expected, actual = numbers(tmp_path / "whole"), numbers(tmp_path / "killed")
-    assert actual == expected and len(expected) == 8
-    assert [step for step, line in expected.items() if "reward" in line] == [1, 5]
-
-
-@pytest.mark.slow
 def test_a_killed_run_with_a_rollout_ahead_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Answers of weights that are gone are in the checkpoint; killed within a rollout, and between two."""
+    """Answers of weights that are gone are in the checkpoint; killed within a rollout, and between two.
+
+    test_rollouts_in_processes.py has runs without a rollout ahead, of one process as well.
+    """
     words = ("data.ahead=1", "data.old_log_p=trainer", "data.truncation=2")
     assert train(tmp_path, "whole", *words, "steps=12") == 0
     (tmp_path / "kill").touch()
@@ -139,7 +131,6 @@ def test_temperature_and_filters() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        ("parallel.tensor=2", "parallel.data=2", "parallel.data_sharding=replicate"),
         ("parallel.tensor=2", "parallel.data=2", "parallel.data_sharding=fsdp"),
         ("parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.data=2"),
         ("parallel.pipeline=3", "model.objective.kl_weight=0.1"),

@@ -1,6 +1,7 @@
 """Training sends the tokens of rollouts to the experts that the engine chose."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def run_of(*settings: str, devices: int = 1) -> Any:
     return setup(cfg, devices=jax.devices()[:devices])
 
 
+@cache
 def numbers(*settings: str, devices: int = 1) -> list[dict[str, Any]]:
     run = run_of(*settings, devices=devices)
     try:
