@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, Trained, build_program, differentiate, llama, place, rows, start, train, within
+from tiny_runs import ONE, QUICK, Differentiated, build_program, differentiate, llama, place, rows, start, within
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -35,26 +35,20 @@ def hybrid(pattern: str, **settings: Any) -> DecoderConfig:
     return replace(llama(), stack=SegmentsConfig.of([BLOCKS[letter] for letter in pattern]), **settings)
 
 
-def assert_same_training(actual: Trained, expected: Trained) -> None:
-    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
-    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-4)
-    np.testing.assert_allclose([actual.before, actual.evaluation], [expected.before, expected.evaluation], rtol=1e-4)
+def assert_same_gradients(actual: Differentiated, expected: Differentiated) -> None:
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
     assert actual.gradients.keys() == expected.gradients.keys(), "the same arrays on every layout"
-    for path, gradient in expected.gradients.items():
-        np.testing.assert_allclose(actual.gradients[path], gradient, rtol=2e-4, atol=1e-5, err_msg=path)
     assert actual.padding == 0
+    for path, gradient in expected.gradients.items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
 
 
 def test_stages_that_differ() -> None:
     """The gradients of two layers on two stages: one has the feed-forward layer and one the attention."""
     layouts = (ONE, ParallelConfig(pipeline=2, data=1))
     expected, staged = (differentiate(hybrid("-*"), parallel, microbatches=2) for parallel in layouts)
-    np.testing.assert_allclose(staged.loss, expected.loss, rtol=1e-5)
-    assert staged.gradients.keys() == expected.gradients.keys() and staged.padding == 0
-    for path, gradient in expected.gradients.items():
-        scale = np.abs(gradient).max()
-        np.testing.assert_allclose(staged.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
+    assert_same_gradients(staged, expected)
 
 
 def test_loops_say_how_many_layers_a_stage_has_on_average() -> None:
@@ -103,9 +97,10 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "recompute", "parallel"), CASES.values(), ids=CASES)
 def test_losses_and_gradients_equal_those_of_one_device(pattern: str, recompute: Any, parallel: ParallelConfig) -> None:
+    """test_layouts_matrix.py has optimizers on stages whose layers differ in number."""
     count = 2 if "e" in pattern.lower() else 4
-    actual = train(hybrid(pattern, recompute=recompute), parallel, microbatches=count)
-    assert_same_training(actual, train(hybrid(pattern), ONE, microbatches=count))
+    actual = differentiate(hybrid(pattern, recompute=recompute), parallel, microbatches=count)
+    assert_same_gradients(actual, differentiate(hybrid(pattern), ONE, microbatches=count))
 
 
 @pytest.mark.slow

@@ -35,10 +35,14 @@ def name(value: object) -> str:
 def assert_same_training(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
     """Losses and gradient norms of every step, the first with smaller tolerances, and the evaluation after the last."""
     assert actual.tokens == expected.tokens
+    assert_same_steps(actual, expected, rtol=rtol, first=first)
+    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=rtol)
+
+
+def assert_same_steps(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
     for values, reference in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
         np.testing.assert_allclose(values[0], reference[0], rtol=first)
         np.testing.assert_allclose(values, reference, rtol=rtol)
-    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=rtol)
 
 
 @pytest.mark.slow
