@@ -116,8 +116,9 @@ def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Sta
     A signal to either process ends both.
     """
     slots = ("--inference.adapters=2", "--inference.adapter_rank=2", "--server.load_adapters=true")
+    slots += ("--inference.warm_up=false",)
     model = (f"--hf={folder / 'base'}", f"--adapters=a={folder / 'adapter'}", "--inference.speculate=2", "--port=0")
-    one = Gang(start, "serve", "--devices=cpu:1", *model, *ENGINE, *slots, "--inference.warm_up=false", processes=1)
+    one = Gang(start, "serve", "--devices=cpu:1", *model, *ENGINE, *slots, processes=1)
     expected = answers(one.url(), folder / "adapter")
     one.first.end()
     two = Gang(start, "serve", *TWO, *model, f"--draft-hf={folder / 'base'}", *ENGINE, *slots)
