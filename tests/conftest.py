@@ -87,9 +87,13 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """As it was, whatever a test made of it: a command line with --devices=cpu:8 is for later programs as well."""
+    """As it was, whatever a test made of it: a command line with --devices=cpu:8 is for later programs as well.
+
+    But for where Mosaic's libraries are, which jax writes down once, when it is first imported.
+    """
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+        if not name.startswith("MOSAIC_GPU_"):
+            del os.environ[name]
     os.environ.update(before)

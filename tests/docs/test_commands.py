@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from megajax import plan
 from megajax.command_line.parser import parse
 from megajax.train import COMMON, FLAGS
 from megajax.training.resolved import resolve
@@ -97,7 +98,13 @@ def shorten(arguments: list[str]) -> list[str]:
 
 
 def run(arguments: list[str], folder: Path) -> None:
-    """Runs a command in `folder` as a user would, and prints its output, shortened."""
+    """Runs a command in `folder`, the current one, as a user would, and prints its output, shortened.
+
+    Plans by formula, of which the pages have dozens, run in this process.
+    """
+    if arguments[:3] == ["python", "-m", "megajax.plan"] and "--formula" in arguments:
+        assert plan.main(arguments[3:]) == 0
+        return
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     result = subprocess.run(
         arguments, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=900, check=False

@@ -144,8 +144,7 @@ MODELS = {
 """Every variant in one of the programs: a weight's path names the layer that differs."""
 LAYOUTS = {
     "tensor": ParallelConfig(data=1, tensor=2),
-    "sequence": ParallelConfig(data=1, tensor=2, sequence=True),
-    "fsdp": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
+    "fsdp and sequence": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
 }
 
 
@@ -199,14 +198,9 @@ def test_the_variants_are_legal():
         assert not problems, name
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *(pytest.param("attention", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
-        *(pytest.param("others", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
-        *(pytest.param("families", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_equal_those_of_one_device(name, layout):
     losses, expected = gradients(name, ParallelConfig(data=1))
     actual, grads = gradients(name, LAYOUTS[layout])

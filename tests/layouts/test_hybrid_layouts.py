@@ -61,15 +61,14 @@ def test_loops_say_how_many_layers_a_stage_has_on_average() -> None:
     assert names == {"1", "2"}
 
 
-MAMBA = "M-M*-M-"
 CASES = {
-    "1f1b, tensor": (MAMBA, "none", ParallelConfig(pipeline=2, tensor=2, data=2, sequence=True)),
+    "1f1b, tensor": ("M-*M", "none", ParallelConfig(pipeline=2, tensor=2, data=2, sequence=True)),
     "interleaved": (
-        MAMBA,
+        "M-*M",
         "selective",
         ParallelConfig(pipeline=2, virtual_stages=2, schedule="interleaved", data=1, tensor=2),
     ),
-    "gpipe, uneven": (MAMBA, "full", ParallelConfig(pipeline=4, schedule="gpipe", layers=(1, 3, 1, 2), data=1)),
+    "gpipe, uneven": ("M-M*-M-", "full", ParallelConfig(pipeline=4, schedule="gpipe", layers=(1, 3, 1, 2), data=1)),
     "dense first, pipeline and experts": (
         "ddeee",
         "selective",
