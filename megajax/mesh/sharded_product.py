@@ -1,6 +1,7 @@
-"""Products of two operands of which each device multiplies its parts, over axes otherwise left to the compiler."""
+"""Computations of which each device makes its part, or all, over axes otherwise left to the compiler."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -36,3 +37,15 @@ def sharded_product(
     return jax.shard_map(
         part, axis_names=set(free_axes()), in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False
     )
+
+
+def on_each_device(local: Callable[..., Any]) -> Callable[..., Any]:
+    """`local`, by every device on whole arrays. It is not differentiated.
+
+    The compiler cuts blocks that lie on two devices by exchanges between neighbours. These are operations of all
+    devices of a mesh, which stages of a pipeline, with loops of different lengths, wait for in vain.
+    """
+    if max(free_axes().values(), default=1) == 1:
+        return local
+    whole = PartitionSpec()
+    return jax.shard_map(local, axis_names=set(free_axes()), in_specs=whole, out_specs=whole, check_vma=False)

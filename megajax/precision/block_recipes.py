@@ -1,6 +1,6 @@
 """The recipes with a scale per block: format, blocks and rounding of each tensor of a product."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.mesh import free_axes
-from megajax.mesh.sharded_product import LetterSharding, sharded_product
+from megajax.mesh.sharded_product import LetterSharding, on_each_device, sharded_product
 from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize, visible, whole_scale
 from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.groups import Groups
@@ -21,7 +21,7 @@ from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, L
 type BlockKernel = Literal["cudnn", "reference"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("blocks",), meta_fields=("form", "tiles"))
+@partial(jax.tree_util.register_dataclass, data_fields=("blocks",), meta_fields=("form", "tiles", "whole"))
 @dataclass(frozen=True, slots=True)
 class Rows:
     """An operand: [shared dimensions, other dimensions, K], with the numbers that are summed over last."""
@@ -30,6 +30,8 @@ class Rows:
     """codes [..., K], scales [..., K / size]; for a tensor in tiles, scales of [shared dimensions, N, K]."""
     form: Format
     tiles: bool
+    whole: bool = False
+    """Blocks lie on two devices, so each device computes with the whole operand."""
 
     def flat(self) -> Blocks:
         """In tiles: [shared dimensions, N, K]."""
@@ -40,17 +42,29 @@ class Rows:
 
     def wide(self, dtype: jnp.dtype) -> Array:
         """The numbers [..., K], without the scale of the whole tensor."""
-        return dequantize(self.flat(), self.form, dtype, tiles=self.tiles).reshape(self.blocks.codes.shape)
+
+        def numbers(blocks: Blocks) -> Array:
+            return dequantize(blocks, self.form, dtype, tiles=self.tiles)
+
+        return self._by(numbers)(self.flat()).reshape(self.blocks.codes.shape)
 
     def rows(self) -> tuple[Array, Array]:
         """Codes [..., K] and their scales [..., K / block], with the blocks that hardware has."""
-        codes, scales, _ = self.flat()
-        if self.tiles:
-            scales = jnp.repeat(scales, self.form.size, -2)[..., : codes.shape[-2], :]
-        if self.form.size > HARDWARE_BLOCK:
-            blocks = codes.shape[-1] // HARDWARE_BLOCK
-            scales = jnp.repeat(scales, self.form.size // HARDWARE_BLOCK, -1)[..., :blocks]
-        return self.blocks.codes, scales.reshape(*self.blocks.codes.shape[:-1], -1)
+
+        def repeated(blocks: Blocks) -> Array:
+            codes, scales, _ = blocks
+            if self.tiles:
+                scales = jnp.repeat(scales, self.form.size, -2)[..., : codes.shape[-2], :]
+            if self.form.size > HARDWARE_BLOCK:
+                count = codes.shape[-1] // HARDWARE_BLOCK
+                scales = jnp.repeat(scales, self.form.size // HARDWARE_BLOCK, -1)[..., :count]
+            return scales
+
+        codes = self.blocks.codes
+        return codes, self._by(repeated)(self.flat()).reshape(*codes.shape[:-1], -1)
+
+    def _by(self, local: Callable[[Blocks], Array]) -> Callable[[Blocks], Array]:
+        return on_each_device(local) if self.whole else local
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "factor"), meta_fields=("turned",))
@@ -105,14 +119,22 @@ class InBlocks:
         del amax
         unshared = [letter for letter in term if letter not in letters.summed() + letters.shared()]
         order = (*letters.shared(), *unshared, *letters.summed())
+        sides = x.shape
         x = visible(x).transpose([term.index(letter) for letter in order])
         shared, dimensions = len(letters.shared()), len(order) - len(letters.summed())
         shape = (*x.shape[:dimensions], prod(x.shape[dimensions:]))
         form, tiles = self.gradients if tensor == "dy" else self.forward, self.tiles and tensor == "w"
         x = x.reshape(*shape[:shared], -1, shape[-1]) if tiles else x.reshape(shape)
-        x = hadamard(x) if self.transformed and of_weight else x
-        blocks = quantize(x, form, tiles=tiles, stochastic=self.stochastic and tensor == "dy")
-        return Rows(blocks._replace(codes=blocks.codes.reshape(shape)), form, tiles)
+
+        def rounded(x: Array) -> Blocks:
+            x = hadamard(x) if self.transformed and of_weight else x
+            return quantize(x, form, tiles=tiles, stochastic=self.stochastic and tensor == "dy")
+
+        names = {letters.summed(), "".join(unshared)} if tiles else {letters.summed()}
+        sizes = dict(zip(term, sides, strict=True))
+        whole = not _in_parts({group: prod(sizes[n] for n in group) for group in names}, form.size, self.sharding or ())
+        blocks = (on_each_device(rounded) if whole else rounded)(x)
+        return Rows(blocks._replace(codes=blocks.codes.reshape(shape)), form, tiles, whole)
 
     def product(self, letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, *, forward: bool) -> Array:
         """Codes times codes by hardware, or exactly the same numbers in bfloat16; float32 scales need float32."""
@@ -174,12 +196,18 @@ def _by_reference(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype) -> Array
 
 def _in_whole_blocks(letters: Letters, a: Rows, b: Rows, sharding: LetterSharding) -> bool:
     """Whether the parts of a device consist of whole tiles."""
-    over, devices = dict(sharding), free_axes()
     sizes = {letters.summed(): a.blocks.codes.shape[-1]}
     for term, rows in ((letters.first, a), (letters.second, b)):
         sizes["".join(n for n in term if n not in letters.summed())] = prod(rows.blocks.codes.shape[:-1])
+    whole = not any(size % CODE_BLOCK for size in sizes.values())
+    return whole and not letters.shared() and _in_parts(sizes, CODE_BLOCK, sharding)
+
+
+def _in_parts(sizes: Mapping[str, int], block: int, sharding: LetterSharding) -> bool:
+    """Whether no block lies on two devices. sizes: of dimensions that join these letters."""
+    over, devices = dict(sharding), free_axes()
     parts = {names: prod(devices[axis] for name in names for axis in over.get(name, ())) for names in sizes}
-    return not letters.shared() and not any(size % (CODE_BLOCK * parts[names]) for names, size in sizes.items())
+    return not any(parts[names] > 1 and size % (block * parts[names]) for names, size in sizes.items())
 
 
 def _by_codes(

@@ -249,8 +249,8 @@ def test_each_product_rounds_along_what_it_sums_over(name: str) -> None:
         np.testing.assert_allclose(actual.reshape(exact.shape), exact, rtol=0, atol=2e-6 * np.abs(exact).max())
 
 
-def two_layers(recipe: Recipe, devices: int, sizes: tuple[int, int], rows: tuple[int, int]) -> list[np.ndarray]:
-    """Loss and gradients of columns of one matrix and inputs of the next, over devices of tensor."""
+def two_layers(recipe: Recipe, devices: int, sizes: tuple[int, int], rows: tuple[int, int]) -> tuple[list, str]:
+    """Loss and gradients of columns of one matrix and inputs of the next, over devices of tensor, and the program."""
     arrays = [draw(shape, seed, 2) for seed, shape in enumerate((sizes, sizes[::-1], (*rows, sizes[0])))]
 
     def loss(layout: Layout, up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
@@ -268,7 +268,7 @@ def two_layers(recipe: Recipe, devices: int, sizes: tuple[int, int], rows: tuple
     with jax.set_mesh(mesh):
         placed = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in zip(arrays, specs, strict=True)]
         step = jax.jit(jax.value_and_grad(partial(loss, layout), argnums=(0, 1, 2))).lower(*placed).compile()
-        return jax.tree.leaves(jax.tree.map(np.asarray, step(*placed)))
+        return jax.tree.leaves(jax.tree.map(np.asarray, step(*placed))), step.as_text()
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,20 @@ def two_layers(recipe: Recipe, devices: int, sizes: tuple[int, int], rows: tuple
 def test_both_kernels_agree_and_devices_multiply_their_parts(name: str) -> None:
     """By the kernel of GPUs, and by the reference."""
     cases = ("reference", 1), ("reference", 2), ("cudnn", 1), ("cudnn", 2)
-    results = [two_layers(replace(RECIPES_IN_BLOCKS[name], kernel=k), n, (64, 128), (2, 32)) for k, n in cases]
+    results = [two_layers(replace(RECIPES_IN_BLOCKS[name], kernel=k), n, (64, 128), (2, 32))[0] for k, n in cases]
     for actual in results[1:]:
         for array, expected in zip(actual, results[0], strict=True):
             np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("cudnn", marks=pytest.mark.slow)])
+def test_blocks_that_lie_on_two_devices_are_not_cut_by_exchanges(kernel: str) -> None:
+    """Such exchanges are operations of all devices, for which stages of a pipeline would wait in vain."""
+    recipe = replace(RECIPES_IN_BLOCKS["fp8_blocks"], kernel=kernel)
+    (expected, _), (actual, program) = (two_layers(recipe, devices, (64, 192), (2, 32)) for devices in (1, 2))
+    assert "all-gather" in program and "collective-permute" not in program
+    for array, exact in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(array, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize(

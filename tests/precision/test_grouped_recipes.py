@@ -161,6 +161,7 @@ LAYOUTS = {
     "experts, tensor and FSDP": ParallelConfig(data=2, expert=2, tensor=2, data_sharding="fsdp"),
     "whole experts over tensor": ParallelConfig(data=1, expert=2, tensor=2, sequence=True, expert_tensor="whole"),
     "pipeline": ParallelConfig(data=1, pipeline=2, expert=2),
+    "pipeline and tensor": ParallelConfig(data=1, pipeline=2, tensor=2, sequence=True),
 }
 
 
@@ -228,6 +229,8 @@ NVFP4 = Nvfp4Config(first_layers=0, last_layers=0)
         # Magnitudes of the whole tensor are gathered on every axis.
         *((DELAYED, layout) for layout in LAYOUTS),
         (Fp8BlocksConfig(), "experts, tensor and FSDP"),
+        # Blocks of its attention lie on two devices.
+        (Fp8BlocksConfig(), "pipeline and tensor"),
         (Mxfp8Config(), "pipeline"),
         (NVFP4, "experts, tensor and FSDP"),
     ],
