@@ -35,7 +35,7 @@ from megajax.models.facts import Facts, SectionFacts
 from megajax.models.memory import MemoryReport, SavedBytes
 from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
-from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, MatmulConfig, PrecisionConfig
+from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig, MatmulConfig, PrecisionConfig
 from megajax.precision.fp8 import capability_of
 from megajax.precision.matmul import CODE_BLOCK, CodeProducts
 from megajax.precision.recipes import codes_of, kernel_of
@@ -231,6 +231,7 @@ def _training(program: Program, description: Description, kernels: Sequence[Choi
             {c.kernel for c in kernels if c.layer == "experts"},
             once=program.layout.matrices is not None,
         ),
+        *_blocks(precision, cfg.parallel.tensor, program.summary.facts),
         *_kernels(cfg.model, cfg.parallel, program.summary.facts, kernels),
         *_recompute(program, description.saved),
         ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
@@ -288,6 +289,17 @@ def _matmuls(
     often = f"; matrices of experts rounded {'once a step' if once else 'for each microbatch'}"
     groups = f"{often}; experts too, {_of_experts(recipe, codes, experts)}" if experts else ""
     return [("matmuls", text + (ends or "") + groups)]
+
+
+def _blocks(precision: PrecisionConfig, tensor: int, facts: Facts | None) -> list[tuple[str, str]]:
+    """Where blocks of weights lie on two devices."""
+    if not isinstance(precision.matmul, Fp8BlocksConfig) or tensor == 1 or facts is None:
+        return []
+    sides = dict.fromkeys(
+        f"{side.setting} ({side.size})" for side in facts.matmul_sides(tensor) if side.size % CODE_BLOCK
+    )
+    text = f"each device rounds whole matrices, as parts of these are no multiples of {CODE_BLOCK}: {', '.join(sides)}"
+    return [("blocks", text)] if sides else []
 
 
 def _of_experts(recipe: MatmulConfig, codes: CodeProducts | None, kernels: Collection[str]) -> str:

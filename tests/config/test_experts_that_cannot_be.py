@@ -9,8 +9,9 @@ import pytest
 from tiny_runs import llama
 
 from megajax.command_line.parser import parse
+from megajax.config import load
 from megajax.config.errors import Problem, UserError
-from megajax.job.banner import _experts, _matmuls
+from megajax.job.banner import _blocks, _experts, _matmuls
 from megajax.job.description import mixtures_of
 from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -173,6 +174,15 @@ def test_the_banner_has_a_line_about_experts(experts):
     else:
         assert lines == ["none: the 4 devices of expert split the rows, like those of data"]
         assert "experts" not in _matmuls(fp8, device, [])[0][1]
+
+
+def test_the_banner_says_where_blocks_lie_on_two_devices():
+    model = load("llama3.py:llama3_8b").model
+    blocks = PrecisionConfig(matmul=Fp8BlocksConfig())
+    assert not _blocks(blocks, 8, model) and not _blocks(PrecisionConfig(matmul=Mxfp8Config()), 16, model)
+    [(name, text)] = _blocks(blocks, 32, model)
+    assert name == "blocks" and text.startswith("each device rounds whole matrices")
+    assert text.endswith("no multiples of 128: stack.pattern.0.mlp.ffn (448)"), text
 
 
 def test_the_banner_says_what_multiplies():
