@@ -190,7 +190,8 @@ def demand_fit(
     if rows:
         raise UserError(
             f"the checkpoint {checkpoint} does not match this run: {len(rows)} arrays differ.\n{_table(rows)}\n"
-            "Use the model and optimizer settings of the run that saved it, or start a new run."
+            "Use the model and optimizer settings of the run that saved it, or start a new run; with checkpoint.load, "
+            "checkpoint.parts=weights takes only the weights, for example to train adapters or with another optimizer."
         )
 
 
