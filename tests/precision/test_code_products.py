@@ -216,7 +216,7 @@ def test_devices_multiply_the_codes_of_their_parts() -> None:
     for sizes in ((128, 256), (128, 192)):
         for devices in (1, 2):
             actual, expected = (
-                two_layers(replace(recipe, codes=kernel), devices, sizes, (2, 128)) for kernel in (PLAIN, None)
+                two_layers(replace(recipe, codes=kernel), devices, sizes, (2, 128))[0] for kernel in (PLAIN, None)
             )
             for array, reference in zip(actual, expected, strict=True):
                 close(array, reference)

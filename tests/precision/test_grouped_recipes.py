@@ -139,7 +139,8 @@ def trained(
         return jnp.sum(bind(module, values)(x, Context(jnp.broadcast_to(index, (4, 16)), index)) ** 2)
 
     with jax.set_mesh(build_mesh(parallel, jax.devices()[:devices])):
-        of_values, of_x = jax.jit(jax.grad(loss, (0, 1)))(values, x)
+        # On all devices: an interpreted kernel that still runs on one would wait for the next program for ever.
+        of_values, of_x = jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1)))(values, x))
     return {"x": np.asarray(of_x)} | {path: np.asarray(gradient) for path, gradient in of_values.items()}
 
 
