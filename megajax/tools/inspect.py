@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
-    run = first_word(argv, "a run's folder", USAGE)
+    run = first_word(argv, "a run's folder", USAGE, stored=True)
     flags = parse(argv[1:], verb="tools.inspect", flags=FLAGS, with_config=False).flags
     verify, name = flags["verify"], flags["array"]
     if name is not None and verify:

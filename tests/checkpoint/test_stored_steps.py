@@ -18,6 +18,7 @@ from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
 from megajax.config.errors import UserError
 from megajax.storage import stores
 from megajax.storage.stores import open_store
+from megajax.tools import inspect
 
 pytest.importorskip("moto")
 STATE = {"w": jnp.arange(1024.0).reshape(64, 16), "b": jnp.ones(3, jnp.bfloat16), "n": jnp.int32(7)}
@@ -66,6 +67,7 @@ def test_a_run_saves_resumes_and_retires_steps(bucket: str, tmp_path: Path) -> N
     equal(reader.restore(reader.newest_intact() or 0, LIKE)[0], jax.tree.map(lambda x: x + 2, STATE))
     states = {step.name: step.state for step in inspection.survey(folder, lambda number: True)}
     assert states == {"00000002": inspection.WHOLE, "00000003.abandoned": inspection.ASIDE["abandoned"]}
+    assert inspect.main([url, "--verify"]) == 0
     for settings, message in (
         ({}, "checkpoint.store is none"),
         ({"store": Path(f"{bucket}/b")}, "but checkpoint.store is"),

@@ -47,7 +47,7 @@ LEFT_OUT = {
     "--audit": "compiles for minutes; tests/planning/test_plan_for_devices.py audits a small program",
     "jupyter": "opens a browser; tests/notebooks runs the notebooks",
     "sbatch": "needs Slurm",
-    "s3://": "needs an object store; tests/checkpoint/test_stored_steps.py starts servers",
+    "s3://": "needs an object store; tests/checkpoint/test_store_commands.py gives the commands to servers",
     "gpu_check.sh": "takes half an hour; tests/benchmarks/test_gpu_check.py runs its parts",
     "--config=bench.py": "needs a GPU",
     "megajax.launch -- ": "needs a GPU; tests/launcher starts a process for each of a folder of device files",
