@@ -73,7 +73,7 @@ def test_kills_in_saves_lose_nothing(store: str, faulty: bool, tmp_path: Path) -
                 start = attempt.number("start")
                 assert start >= committed, "a committed step was lost"
                 if faulty:
-                    proxy.inject(draw.choice(["503", "500", "cut"]), draw.randrange(1, 4))
+                    proxy.inject(draw.choice(["503", "500", "cut", "slow"]), draw.randrange(1, 4))
                 attempt.wait_for("begin", start + draw.randrange(1, 3))
                 time.sleep(draw.uniform(0.0, 0.25))
                 in_a_save = attempt.number("begin") > attempt.number("committed")

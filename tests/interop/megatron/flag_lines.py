@@ -154,7 +154,7 @@ AFTER = {
         " --pipeline-model-parallel-layout Ettt|tL --decoder-first-pipeline-num-layers 1"
         " --decoder-last-pipeline-num-layers 1"
     ),
-    "--without mock-data --train-data-path a": "--valid-data-path b --test-data-path b",
+    "--without mock-data --train-data-path a": "--valid-data-path b --test-data-path b --object-storage-cache-path c",
     "--without mock-data --data-path a": (
         "--split 8,1,1 --data-cache-path c --reset-position-ids --reset-attention-mask --eod-mask-loss"
         " --mid-level-dataset-surplus 0.01 --fim-data"

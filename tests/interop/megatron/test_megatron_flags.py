@@ -235,6 +235,10 @@ def test_settings_of_lines(changes: str, settings: dict[str, Any]) -> None:
         ("--dataloader-type external", ["--dataloader-type external"]),
         ("--eval-micro-batch-size 4", ["--eval-micro-batch-size 4"]),
         ("--hybrid-context-parallel", ["--hybrid-context-parallel"]),
+        (
+            "--without mock-data --data-path a --data-cache-path c --object-storage-cache-path d",
+            ["--object-storage-cache-path d"],
+        ),
         ("--bf16 --fp8-format hybrid --fp8-recipe custom", ["--fp8-recipe custom"]),
     ],
 )

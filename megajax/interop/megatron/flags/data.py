@@ -46,6 +46,14 @@ def ordered(args: Arguments, settings: dict[str, Any]) -> Settings:
     return settings
 
 
+def cache_folder(args: Arguments) -> str | None:
+    """One folder holds indices and what is read from object stores."""
+    indices, objects = args["data-cache-path"], args["object-storage-cache-path"]
+    if indices and objects and indices != objects:
+        args.refuse("object-storage-cache-path", f"one folder has both caches, and --data-cache-path is {indices}")
+    return indices or objects
+
+
 def _source(args: Arguments) -> dict[str, Any]:
     isolated = args["dataloader-inter-document-masking"]
     if args["mock-data"]:
@@ -53,7 +61,7 @@ def _source(args: Arguments) -> dict[str, Any]:
     if args["sft"]:
         return {"data": _chats(args)}
     shared: dict[str, Any] = {
-        "cache_dir": args["data-cache-path"],
+        "cache_dir": cache_folder(args),
         "reset_positions": args["reset-position-ids"],
         "reset_attention_mask": args["reset-attention-mask"],
         "eod_mask_loss": args["eod-mask-loss"],
@@ -128,7 +136,7 @@ def _chats(args: Arguments) -> ChatConfig:
         isolate_padding=False,
         cut_long=True,
         mask_pad=True,
-        cache_dir=args["data-cache-path"],
+        cache_dir=cache_folder(args),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.data.images.config import MockCaptionsConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
-from megajax.interop.megatron.flags.data import IMAGE, files, ordered, tokenizer_with_images
+from megajax.interop.megatron.flags.data import IMAGE, cache_folder, files, ordered, tokenizer_with_images
 from megajax.interop.megatron.flags.layout import recompute
 from megajax.interop.megatron.flags.model import (
     MOST_LAYERS,
@@ -156,7 +156,7 @@ def _masking(args: Arguments) -> dict[str, Any]:
     if args["mock-data"]:
         args.refuse("mock-data", "no mock sentences: use the real text of data.type=LibrarySentences or LibrarySpans")
     return {
-        "cache_dir": args["data-cache-path"],
+        "cache_dir": cache_folder(args),
         "surplus": args["mid-level-dataset-surplus"],
         "mask_probability": args["mask-prob"],
         "short_probability": args["short-seq-prob"],
