@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -78,6 +80,17 @@ def test_the_image_runs_as_a_user_with_extras_that_exist() -> None:
     assert next(line for line in reversed(lines) if line.startswith("USER ")) == "USER 1000"
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text("Dockerfile"), re.MULTILINE)
     assert {*extras.split(",")} <= PROJECT["optional-dependencies"].keys()
+
+
+def test_the_image_s_file_has_no_faults_that_hadolint_finds(tmp_path: Path) -> None:
+    hadolint, pinned = Path(sys.executable).with_name("hadolint"), tmp_path / "Dockerfile"
+    pinned.write_text(re.sub(r"^FROM \S+", "FROM image", text("Dockerfile"), count=1, flags=re.MULTILINE))
+    found = [
+        subprocess.run([hadolint, file], capture_output=True, text=True, check=False)
+        for file in (ROOT / "Dockerfile", pinned)
+    ]
+    assert found[0].returncode == 0, found[0].stdout
+    assert "DL3006" in found[1].stdout  # an image without a version
 
 
 def test_the_development_container_installs_what_the_tests_need() -> None:
