@@ -160,7 +160,9 @@ def test_rows_of_weights_as_separate_arguments_give_the_same_bits(name: str) -> 
     for (place, expected), (other, logits) in zip(steps_of(model), steps_of(apart), strict=True):
         np.testing.assert_array_equal(logits, expected)
         assert place == other
-    path = next(path for path, w in apart.weights.items() if isinstance(w, tuple))
+    rows_of = {path: w for path, w in apart.weights.items() if isinstance(w, tuple)}
+    # Rows that do not begin at multiples of 64 bytes are copied.
+    path = next(path for path, w in rows_of.items() if w[0].addressable_shards[0].data.nbytes % 64 == 0)
     stack, rows = model.weights[path], apart.weights[path]
     assert len(rows) == len(stack) and not rows[1].sharding.is_fully_replicated
     row_bytes = rows[0].addressable_shards[0].data.nbytes
