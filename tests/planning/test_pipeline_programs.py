@@ -64,7 +64,7 @@ def debug(
             virtual_stages=2 if schedule == "interleaved" else 1,
             loss_wait=wait,
         ),
-        batch=replace(cfg.batch, global_size=data * microbatches, micro_size=1),
+        batch=replace(cfg.batch, global_size=data * microbatches, micro_size=1, side_by_side=1),
     )
 
 
