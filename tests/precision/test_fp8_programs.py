@@ -53,7 +53,7 @@ def wide(family: str, parallel: ParallelConfig, fp8: MatmulConfig | None) -> Run
         parallel=parallel,
         precision=PrecisionConfig(matmul=fp8),
         xla=replace(cfg.xla, schedule="default"),  # one compilation
-        batch=replace(cfg.batch, global_size=2 * 2 * parallel.pipeline, micro_size=1),
+        batch=replace(cfg.batch, global_size=2 * 2 * parallel.pipeline, micro_size=1, side_by_side=1),
     )
 
 
