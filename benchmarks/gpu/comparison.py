@@ -17,6 +17,8 @@ CONSTANTS = ("matmul", "matmul_half", "matmul_fp8", "stream", "attention_forward
 """Fields of the cost model's Device that one GPU can measure."""
 
 type Figures = dict[str, float | None]
+type Predicted = Mapping[str, float | dict[str, float] | None]
+"""Figure -> its prediction; {"predicted", "low", "high"} where the planner gives a range."""
 
 
 def measured_figures(kind: str, figures: Any) -> Figures:
@@ -87,7 +89,7 @@ def tests_of(file: Path) -> dict[str, Any]:
     return {"failed": len(failed), "passed": passed, "skipped": skipped, "which_failed": failed}
 
 
-def predictions(device: str | None, *, tiny: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
+def predictions(device: str | None, *, tiny: bool, file: Path = PREDICTIONS) -> dict[str, Predicted]:
     """Step -> its predicted figures; those of an H200 for a device without its own.
 
     device: `device_kind` of jax. The predictions for tiny sizes are a GPU's: their ratios only show that this works.
@@ -97,30 +99,39 @@ def predictions(device: str | None, *, tiny: bool, file: Path = PREDICTIONS) -> 
     return predictions["tiny" if tiny else name]
 
 
-def rows(predicted: Mapping[str, Figures], kind: str, part: str, figures: Any) -> list[dict[str, Any]]:
-    """One row for each figure of a step that was predicted or measured."""
+def rows(predicted: Mapping[str, Predicted], kind: str, part: str, figures: Any) -> list[dict[str, Any]]:
+    """One row for each figure of a step that was predicted or measured.
+
+    `outside`: whether the measured figure lies outside the predicted range; None without one of them.
+    """
     before, after = predicted.get(part, {}), measured_figures(kind, figures)
     table = []
     for name in dict.fromkeys([*before, *after]):
-        expected, actual = before.get(name), after.get(name)
-        ratio = None if actual is None or not expected else actual / expected
-        row = {"part": part, "figure": name, "predicted": expected, "measured": actual}
-        table.append(row | {"measured_over_predicted": ratio})
+        known, actual = before.get(name), after.get(name)
+        expected: Any = known if isinstance(known, dict) else {"predicted": known, "low": None, "high": None}
+        ratio = None if actual is None or not expected["predicted"] else actual / expected["predicted"]
+        outside = None
+        if actual is not None and expected["low"] is not None:
+            outside = not expected["low"] <= actual <= expected["high"]
+        row = {"part": part, "figure": name, **expected, "measured": actual}
+        table.append(row | {"measured_over_predicted": ratio, "outside": outside})
     return table
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """The rows as text: predicted (low to high) | measured, with a mark beside what lies outside of the range."""
     width = max((max(len(row["figure"]), len(row["part"])) for row in records), default=0)
     lines, part = [], None
     for row in records:
         if row["part"] != part:
             part = row["part"]
-            lines.append(f"{part:<{width + 2}} {'predicted':>12} {'measured':>12} {'ratio':>8}")
-        numbers = [_number(row[name]) for name in ("predicted", "measured")]
+            lines.append(f"{part:<{width + 2}} {'predicted':>12} {'(low to high)':<26} | {'measured':>10} {'ratio':>8}")
+        predicted, low, high, measured = (_number(row[name]) for name in ("predicted", "low", "high", "measured"))
+        span = "" if row["low"] is None else f"({low} to {high})"
         ratio = row["measured_over_predicted"]
         ratio_text = "-" if ratio is None else f"{ratio:.3f}"
-        lines.append(f"  {row['figure']:<{width}} {numbers[0]:>12} {numbers[1]:>12} {ratio_text:>8}")
+        text = f"  {row['figure']:<{width}} {predicted:>12} {span:<26} | {measured:>10} {ratio_text:>8}"
+        lines.append(text + "  outside" * bool(row["outside"]))
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from benchmarks.gpu.comparison import CONSTANTS, GIB, PREDICTIONS, Figures
+from benchmarks.gpu.comparison import CONSTANTS, GIB, PREDICTIONS, Figures, Predicted
 from benchmarks.gpu.steps import ALL, Step
 from benchmarks.kernels import loss
 from benchmarks.kernels.measure import PARTS
@@ -26,9 +26,9 @@ CPU = Device(name="cpu")
 def predict() -> dict[str, Any]:
     """The planner's predictions for every step of gpu_check, into benchmarks/predictions.json. Needs no GPU.
 
-    Train steps: time, tokens/s, MFU and peak memory of the cost model. Kernels: the minimum time by data sheets (the
-    roofline). Calibration: the constants of the cost model. Run it again before a measurement if the cost model or a
-    step has changed. --devices=cpu keeps it off a GPU.
+    Train steps: time, tokens/s and MFU of the cost model with their ranges, and peak memory. Kernels: the minimum time
+    by data sheets (the roofline). Calibration: the constants of the cost model. Run it again before a measurement if
+    the cost model or a step has changed. --devices=cpu keeps it off a GPU.
     """
     predictions: dict[str, Any] = {
         "made_by": "python -m benchmarks predict",
@@ -44,15 +44,16 @@ def predict() -> dict[str, Any]:
     return predictions
 
 
-def predicted(step: Step, name: str, *, tiny: bool) -> Figures:
-    """The figures of one step on one device of the cost model."""
+def predicted(step: Step, name: str, *, tiny: bool) -> Predicted:
+    """The figures of one step on devices of the cost model."""
     match step.kind:
         case "mfu" | "peers":
-            return train_step(step.arguments(tiny=tiny), name)
+            return train_step(step, name, tiny=tiny)
         case "trace":
             (traced,) = (step for step in ALL if any("--trace=" in word for word in step.program))
-            seconds = train_step(traced.arguments(tiny=tiny), name)["step s"]
-            return {"busy ms a step": 1e3 * (seconds or 0.0), "idle ms a step": 0.0, "exposed ms": 0.0}
+            seconds: Any = train_step(traced, name, tiny=tiny)["step s"]
+            busy = {bound: 1e3 * value for bound, value in seconds.items()}
+            return {"busy ms a step": busy, "idle ms a step": 0.0, "exposed ms": 0.0}
         case "kernels":
             roof = roof_of(GPUS[name].description, "gpu")
             return kernels(step.name.removeprefix("kernels_"), roof, tiny=tiny)
@@ -67,18 +68,30 @@ def predicted(step: Step, name: str, *, tiny: bool) -> Figures:
     return {}
 
 
-def train_step(arguments: tuple[str, ...], name: str) -> Figures:
-    """The figures of the train step that a command measures."""
-    source = next(word for word in arguments if word.startswith("--config=")).partition("=")[2]
-    settings = [word[2:] for word in arguments if word.startswith(("--model.", "--batch.", "--precision."))]
+def train_step(step: Step, name: str, *, tiny: bool) -> Predicted:
+    """The figures of the train step that a command measures; times and speeds with the planner's ranges."""
+    source, settings = settings_of(step, tiny=tiny)
     estimated = estimate(describe(load(source, *settings), GPUS[name], 1))
+    slowest, fastest = estimated.errors.speeds(1.0)
+
+    def ranged(predicted: float, low: float, high: float) -> dict[str, float]:
+        return {"predicted": predicted, "low": low * predicted, "high": high * predicted}
+
     return {
-        "step s": estimated.step_seconds,
-        "tokens/s": estimated.tokens_per_second_per_device,
-        "MFU causal": estimated.mfu_causal,
-        "MFU full": estimated.mfu_full,
+        "step s": ranged(estimated.step_seconds, 1 / fastest, 1 / slowest),
+        "tokens/s": ranged(estimated.tokens_per_second_per_device, slowest, fastest),
+        "MFU causal": ranged(estimated.mfu_causal, slowest, fastest),
+        "MFU full": ranged(estimated.mfu_full, slowest, fastest),
         "peak GiB": estimated.memory.peak / GIB,
     }
+
+
+def settings_of(step: Step, *, tiny: bool) -> tuple[str, list[str]]:
+    """The config of a step that trains, and the settings that its prediction depends on."""
+    arguments = step.arguments(tiny=tiny)
+    source = next(word for word in arguments if word.startswith("--config=")).partition("=")[2]
+    parts = ("--model.", "--batch.", "--precision.", "--parallel.")
+    return source, [word[2:] for word in arguments if word.startswith(parts)]
 
 
 def kernels(part: str, roof: Roof, *, tiny: bool) -> Figures:

@@ -63,9 +63,14 @@ def test_predictions_have_these_steps_and_figures() -> None:
         for part in ALL:
             expected = predict.predicted(part, "h200" if tiny else device, tiny=tiny)
             assert predictions[device][part.name].keys() == expected.keys(), part.name
-    trained = [part for part in ALL if part.kind in ("mfu", "peers")]
+    trained = [part.name for part in ALL if part.kind in ("mfu", "peers")]
     # Hopper multiplies numbers in blocks in bfloat16, after rounding them.
-    assert all(0.3 < predictions["h200"][part.name]["MFU causal"] < 0.9 for part in trained)
+    assert all(0.25 < predictions["h200"][name]["MFU causal"]["predicted"] < 0.9 for name in trained)
+    for ranged in (value for name in trained for value in predictions["h200"][name].values()):
+        assert isinstance(ranged, float) or ranged["low"] < ranged["predicted"] < ranged["high"]
+    assert predictions["h200"]["trace_llama_3b"]["busy ms a step"]["low"] == pytest.approx(
+        1e3 * predictions["h200"]["mfu_llama_3b_4096"]["step s"]["low"]
+    )
 
 
 def quick(name: str, program: str, limit: int = 60, kind: gpu_steps.Kind = "device") -> Step:
@@ -192,11 +197,17 @@ def test_measured_figures_are_compared_with_predictions(tmp_path: Path) -> None:
         "loss, plain tokens=4: both ms": 5.0,
     }
     assert comparison.measured_figures("mfu", None) == {}
-    rows = comparison.rows({"one": {"step s": 1.6, "peak GiB": 4.0, "new": 1.0}}, "mfu", "one", step)
+    seconds, speed = ({"predicted": value, "low": 0.9 * value, "high": 1.3 * value} for value in (1.6, 1000.0))
+    predicted = {"step s": seconds, "tokens/s": speed, "peak GiB": 4.0, "new": 1.0}
+    rows = comparison.rows({"one": predicted}, "mfu", "one", step)
     by_name = {row["figure"]: row for row in rows}
     assert by_name["step s"]["measured_over_predicted"] == 1.25
     assert by_name["new"]["measured"] is None and by_name["MFU full"]["predicted"] is None
-    assert re.search(r"step s +1\.6 +2 +1\.250", comparison.table(rows))
+    assert [by_name[name]["outside"] for name in ("step s", "tokens/s", "peak GiB", "new")] == [False, True, None, None]
+    lines = comparison.table(rows).splitlines()
+    assert re.fullmatch(r"one +predicted \(low to high\) +\| +measured +ratio", lines[0])
+    assert re.fullmatch(r"  step s +1\.6 \(1\.44 to 2\.08\) +\| +2 +1\.250", lines[1])
+    assert re.fullmatch(r"  tokens/s +1,000 \(900 to 1,300\) +\| +300 +0\.300  outside", lines[2])
     assert comparison.predictions("NVIDIA H100 80GB HBM3", tiny=False)["device"] == {}
 
 
