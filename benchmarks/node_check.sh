@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks a node with whole training runs: eleven layouts in one process and in one process per device, against one device.
+# Checks a node with whole training runs: layouts in one process and in one process per device, against one device.
 #
 #   benchmarks/node_check.sh                          all checks; on the GPUs of this machine, or 8 virtual CPU devices
 #   benchmarks/node_check.sh --only=pipeline          layouts whose names contain it; also everything, stop

@@ -89,7 +89,7 @@ PARTS = {
     "device": Part(CHECKS, "gpu.check:device", "the device, versions and missing packages"),
     "gpu_check": Part(CHECKS, "gpu.check:gpu_check", "the main benchmarks on one GPU: gpu_check.sh",
                       prints=True, own_file=True),
-    "node_check": Part(CHECKS, "gpu.node_check:node_check", "ten layouts on all devices of a node: node_check.sh",
+    "node_check": Part(CHECKS, "gpu.node_check:node_check", "layouts on all devices of a node: node_check.sh",
                        prints=True),
     "calibrate": Part(CHECKS, "gpu.calibrate:calibrate", "the constants of the planner's cost model", prints=True),
     "expert_gradients": Part(CHECKS, "training.expert_gradients:expert_gradients",

@@ -23,7 +23,6 @@ TOLERANCE = 1e-4
 """Largest relative difference of losses and gradient norms over a short run."""
 PATIENCE = 900.0
 """Maximum seconds of a run."""
-MICROBATCH_ROWS = 8
 SAVED_STEPS = 3
 """Steps before the run is stopped."""
 ENDLESS = 100_000
@@ -49,15 +48,17 @@ class Layout(NamedTuple):
     """Mesh axis -> size."""
     settings: tuple[str, ...] = ()
     config: str = DENSE
+    rows: int = 8
+    """Rows of a microbatch on all devices."""
 
     def fits(self, devices: int) -> bool:
         return devices % prod(self.sizes.values()) == 0
 
     def arguments(self, devices: int) -> list[str]:
-        """Microbatches have the same rows on every layout: balancing losses of experts are sums over microbatches."""
+        """Balancing losses are sums over microbatches, so layouts with experts have microbatches of the same rows."""
         groups = devices // prod(size for axis, size in self.sizes.items() if axis != "expert")
         parallel = [f"--parallel.{axis}={size}" for axis, size in self.sizes.items()]
-        return [*parallel, *self.settings, f"--batch.micro_size={MICROBATCH_ROWS // groups}"]
+        return [*parallel, *self.settings, f"--batch.micro_size={self.rows // groups}"]
 
     @property
     def reference(self) -> "Layout":
@@ -67,14 +68,18 @@ class Layout(NamedTuple):
 
 FSDP, SEQUENCE = "--parallel.data_sharding=fsdp", "--parallel.sequence=true"
 INTERLEAVED = ("--parallel.schedule=interleaved", "--parallel.virtual_stages=2")
+PAIRS = "--batch.side_by_side=2"
 LAYOUTS = (
     Layout("data", {}),
     Layout("fsdp", {}, (FSDP,)),
     Layout("tensor2-sequence", {"tensor": 2}, (SEQUENCE,)),
     Layout("tensor4-fsdp", {"tensor": 4}, (FSDP,)),
     Layout("fsdp-groups", {}, (FSDP, "--parallel.shards=2")),
+    Layout("tensor2-pairs", {"tensor": 2}, (SEQUENCE, PAIRS)),
     Layout("pipeline2-1f1b", {"pipeline": 2}, ("--parallel.schedule=1f1b",)),
     Layout("pipeline2-tensor2-interleaved", {"pipeline": 2, "tensor": 2}, INTERLEAVED),
+    # Pairs need two microbatches for each stage.
+    Layout("pipeline2-tensor2-pairs", {"pipeline": 2, "tensor": 2}, (SEQUENCE, PAIRS), rows=4),
     Layout("context2-ring", {"context": 2}, ("--parallel.context_strategy=ring",)),
     Layout("context4-all_to_all", {"context": 4}, ("--parallel.context_strategy=all_to_all",)),
     Layout("expert4", {"expert": 4}, (), EXPERTS),
