@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Checks a node with whole training runs: layouts in one process and in one process per device, against one device.
+# Checks a node with whole training runs on several layouts, compared with one device.
 #
 #   benchmarks/node_check.sh                          all checks; on the GPUs of this machine, or 8 virtual CPU devices
-#   benchmarks/node_check.sh --only=pipeline          layouts whose names contain it; also everything, stop
+#   benchmarks/node_check.sh --only=pipeline          names that contain it: layouts, experts, everything, stop, speed-data
 #   benchmarks/node_check.sh --processes=8            only with one process per device
 #   PYTHON=.venv/bin/python OUT=/tmp/out benchmarks/node_check.sh      default: python3, a folder for temporary files
 #
-# Prints a line for each check and writes $OUT/node_check.json and node_check.log. Runs are kept below $OUT/runs.
-# benchmarks/gpu/node_check.py describes the checks. The exit code is 1 if one failed.
+# Prints a line for each check, and speeds beside predictions (benchmarks/predictions.json). Writes
+# $OUT/node_check.json and node_check.log; runs are kept below $OUT/runs. benchmarks/gpu/node_check.py describes the
+# checks. The exit code is 1 if one failed.
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 cd "$root"

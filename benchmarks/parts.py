@@ -61,7 +61,7 @@ PARTS = {
     "planner_accuracy": Part(COMPILED, "planning.accuracy:planner_accuracy",
                              "the planner against published training speeds", prints=True),
     "recipe_plans": Part(COMPILED, "planning.recipes:recipe_plans", "predicted speeds by recipe of precision.matmul"),
-    "predict": Part(COMPILED, "gpu.predict:predict", "predictions for gpu_check, into benchmarks/predictions.json",
+    "predict": Part(COMPILED, "gpu.predict:predict", "predictions for both scripts, into benchmarks/predictions.json",
                     prints=True, own_file=True),
     "data": Part(DATA, "data.loading:data", "index, reading, batching, packing"),
     "streams": Part(DATA, "data.streams:streams", "rows of streamed Parquet beside datasets and torch"),

@@ -205,8 +205,7 @@ def gpu_check() -> dict[str, Any]:
             check.results = json.loads(check.file.read_text())["parts"]
         for step in steps:
             check.run(step)
-    scale = "; tiny sizes on a CPU, compared with predictions for a GPU: the ratios mean nothing" if gpu is None else ""
-    print(f"\n######## measured over predicted{scale}\n{comparison.table(check.compared())}")
+    print(f"\n######## {comparison.heading(tiny=check.tiny)}\n{comparison.table(check.compared())}")
     print(f"\n######## {time.monotonic() - check.began:.0f} s; results in {check.file}")
     codes = {step.name: check.results[step.name]["code"] for step in steps}
     if over := [name for name, code in codes.items() if code is None]:

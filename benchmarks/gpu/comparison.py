@@ -118,6 +118,12 @@ def rows(predicted: Mapping[str, Predicted], kind: str, part: str, figures: Any)
     return table
 
 
+def heading(*, tiny: bool) -> str:
+    """What the table compares."""
+    scale = "; tiny sizes on a CPU, compared with predictions for a GPU: the ratios mean nothing" if tiny else ""
+    return f"measured over predicted{scale}"
+
+
 def table(records: list[dict[str, Any]]) -> str:
     """The rows as text: predicted (low to high) | measured, with a mark beside what lies outside of the range."""
     width = max((max(len(row["figure"]), len(row["part"])) for row in records), default=0)

@@ -17,7 +17,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VIRTUAL_DEVICES = 8
+from benchmarks.gpu import comparison
+from benchmarks.gpu.check import figures, gpu_name, written_by
+from benchmarks.gpu.steps import BENCHMARKS, FOUR_LAYERS, Step, experts
+
+DEVICES = 8
+"""Devices of a node: virtual ones where there is no GPU. Predictions are for as many."""
 STEPS = 5
 TOLERANCE = 1e-4
 """Largest relative difference of losses and gradient norms over a short run."""
@@ -65,7 +70,22 @@ class Layout(NamedTuple):
         """The same model on one device."""
         return Layout(f"one-{self.config.partition('.')[0]}", {}, (), self.config)
 
+    @property
+    def speed(self) -> Step:
+        """Its step in bfloat16 at the sizes of a real model, in one process."""
+        return Step(
+            name=f"speed-{self.name}",
+            kind="mfu",
+            limit=int(PATIENCE),
+            program=(*BENCHMARKS, "mfu", "--json={json}", *self.arguments(DEVICES)),
+            real=(*REAL[self.config], "--batch.global_size=32", "--steps=6"),
+            tiny=(f"--config={self.config}", *TINY, QUICK, "--steps=2", f"--devices=cpu:{DEVICES}"),
+            devices=DEVICES,
+        )
 
+
+REAL = {DENSE: ("--config=bench.py:llama_1b",), EXPERTS: FOUR_LAYERS}
+"""Config -> a model of the same kind with real sizes, which fits every layout on GPUs with 80 GB."""
 FSDP, SEQUENCE = "--parallel.data_sharding=fsdp", "--parallel.sequence=true"
 INTERLEAVED = ("--parallel.schedule=interleaved", "--parallel.virtual_stages=2")
 PAIRS = "--batch.side_by_side=2"
@@ -85,6 +105,7 @@ LAYOUTS = (
     Layout("expert4", {"expert": 4}, (), EXPERTS),
     Layout("expert2-tensor2-pipeline2", {"expert": 2, "tensor": 2, "pipeline": 2}, (), EXPERTS),
 )
+SPEEDS = tuple(layout.speed for layout in LAYOUTS)
 
 
 @dataclass
@@ -97,7 +118,7 @@ class Node:
 
     @property
     def devices(self) -> int:
-        return self.gpus or VIRTUAL_DEVICES
+        return self.gpus or DEVICES
 
     def command(self, layout: Layout, run: str, processes: int, *more: str) -> list[str]:
         """Train with all devices, or with one if `processes` is 0."""
@@ -105,8 +126,7 @@ class Node:
         settings = (*TINY, *layout.arguments(devices * (processes or 1)), *more)
         train = [sys.executable, "-m", "megajax.train", f"--config={layout.config}", *settings]
         train += [f"--run_dir={self.folder / run}", *([] if self.gpus else [f"--devices=cpu:{devices}", QUICK])]
-        launch = [sys.executable, "-m", "megajax.launch", f"--processes={processes}", "--"]
-        return [*launch, *train] if processes > 1 else train
+        return launched(train, processes)
 
     @contextlib.contextmanager
     def started(self, command: Sequence[str], run: str, *, one_device: bool = False) -> Iterator[subprocess.Popen]:
@@ -127,11 +147,21 @@ class Node:
     def train(self, layout: Layout, run: str, processes: int, *more: str, steps: int = STEPS) -> int:
         """Run training and return its exit code."""
         command = self.command(layout, run, processes, f"--steps={steps}", *more)
-        with self.started(command, run, one_device=processes == 0) as process:
+        return self.ended(command, run, one_device=processes == 0)
+
+    def ended(self, command: Sequence[str], run: str, *, one_device: bool = False) -> int:
+        """Run a program and return its exit code."""
+        with self.started(command, run, one_device=one_device) as process:
             try:
                 return process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 return 124
+
+    def measure(self, step: Step, run: str, processes: int) -> tuple[int, Any]:
+        """Run a step. Returns its exit code and its figures; None if it wrote none."""
+        file = self.folder / f"{run}.json"
+        command = step.command(sys.executable, {"json": str(file)}, tiny=not self.gpus)
+        return self.ended(launched(command, processes), run), figures(written_by(step, file))
 
     def row(
         self, check: str, layout: str, processes: int, began: float, problem: str | None, error: float | None = None
@@ -151,6 +181,12 @@ class Node:
         error = largest_error(numbers(self.folder / run), numbers(self.folder / reference))
         problem = None if error <= TOLERANCE else f"above {TOLERANCE:g}; see {self.folder / run}.log"
         self.row(check, layout.name, processes, began, problem, error)
+
+
+def launched(command: list[str], processes: int) -> list[str]:
+    """The command in so many processes of this machine."""
+    launch = [sys.executable, "-m", "megajax.launch", f"--processes={processes}", "--"]
+    return [*launch, *command] if processes > 1 else command
 
 
 def numbers(run: Path) -> dict[int, tuple[float, float]]:
@@ -178,6 +214,29 @@ def check_layouts(node: Node, layouts: Sequence[Layout], processes: Sequence[int
                 node.row("layout", layout.name, count, began, f"exit code {code}; see {node.folder / run}.log")
             else:
                 node.compare("layout", layout, count, run, layout.reference.name, began)
+
+
+def check_dispatch(node: Node, processes: Sequence[int]) -> None:
+    """Gradients by every way to dispatch tokens to experts, which are sharded over all devices."""
+    for count in processes:
+        run, began = f"experts-{count}", time.monotonic()
+        code, found = node.measure(experts(node.devices // count), run, count)
+        errors = [row["error"] for row in (found or {}).get("rows", []) if row["dtype"] == "float32"]
+        problem = f"exit code {code}; see {node.folder / run}.log" if code or not errors else None
+        node.row("gradients", f"expert{node.devices}", count, began, problem, max(errors, default=None))
+
+
+def measure_speeds(node: Node, steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Predicted and measured figures of train steps on layouts, for `comparison.table`."""
+    predicted = comparison.predictions(gpu_name(), tiny=not node.gpus)
+    compared = []
+    for step in steps:
+        began = time.monotonic()
+        code, found = node.measure(step, step.name, 1)
+        problem = f"exit code {code}; see {node.folder / step.name}.log" if code else None
+        node.row("speed", step.name.removeprefix("speed-"), 1, began, problem)
+        compared += comparison.rows(predicted, step.kind, step.name, found)
+    return compared
 
 
 def check_optional_features(node: Node, layout: Layout) -> None:
@@ -237,27 +296,36 @@ def node_check(*, only: str = "", processes: int | None = None) -> dict[str, Any
     Each layout trains 5 steps in float32, in one process that drives all devices and in one process per device. Losses
     and gradient norms are compared with those of one device. Then, with one process per device: a run with a profile,
     tests before the run, local checkpoints and comparisons of copies; a run that SIGTERM stops; and the same run
-    resumed on another layout by one process, compared with one device that never stopped. --only: layouts whose names
-    contain this, or the run with a profile (`everything`), or the stopped one (`stop`). --processes: 1, or the number
-    of devices; by default both.
+    resumed on another layout by one process, compared with one device that never stopped. Gradients by every way to
+    dispatch tokens to experts are compared. On eight devices, the step of each layout is timed at the sizes of a real
+    model (on CPU devices: tiny sizes), and printed beside its prediction with its range. --only: layouts whose names
+    contain this, or the run with a profile (`everything`), the stopped one (`stop`), the gradients (`experts`), or the
+    speeds (`speed-` and the name of a layout). --processes: 1, or the number of devices; by default both.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the runs too
     folder = Path(os.environ["OUT"]) / "runs"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     node = Node(folder, visible_gpus())
-    kind = f"{node.gpus} GPUs" if node.gpus else f"{VIRTUAL_DEVICES} virtual CPU devices"
+    kind = f"{node.gpus} GPUs" if node.gpus else f"{DEVICES} virtual CPU devices"
     print(f"node_check: {kind}, tolerance {TOLERANCE:g}, logs in {folder}", flush=True)
     layouts = [layout for layout in LAYOUTS if layout.fits(node.devices) and only in layout.name]
+    counts = [processes] if processes else sorted({1, node.devices})
+    speeds = [step for step in SPEEDS if node.devices == step.devices and only in step.name]
     for reference in {layout.reference.name: layout.reference for layout in (LAYOUTS[0], *layouts)}.values():
         began = time.monotonic()
         code = node.train(reference, reference.name, 0)
         node.row("one device", reference.config, 1, began, f"exit code {code}" if code else None)
-    check_layouts(node, layouts, [processes] if processes else sorted({1, node.devices}))
+    check_layouts(node, layouts, counts)
+    if node.devices > 1 and only in "experts":
+        check_dispatch(node, counts)
     if node.devices > 1 and only in "everything":
         check_optional_features(node, LAYOUTS[0])
     if node.devices > 1 and only in "stop":
         check_stop_and_resume(node, LAYOUTS[2], LAYOUTS[1])
+    compared = measure_speeds(node, speeds)
+    if compared:
+        print(f"{comparison.heading(tiny=not node.gpus)}\n{comparison.table(compared)}", flush=True)
     failed = sum(row["problem"] is not None for row in node.rows)
     print(f"node_check: {len(node.rows) - failed} of {len(node.rows)} checks passed", flush=True)
-    return {"devices": kind, "rows": node.rows, "wrong": failed}
+    return {"devices": kind, "rows": node.rows, "comparison": compared, "wrong": failed}

@@ -1,4 +1,4 @@
-"""The planner's predictions for every step of gpu_check, written before anything is measured."""
+"""The planner's predictions for every step of gpu_check and node_check, written before anything is measured."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any
 
 from benchmarks.gpu.comparison import CONSTANTS, GIB, PREDICTIONS, Figures, Predicted
+from benchmarks.gpu.node_check import SPEEDS
 from benchmarks.gpu.steps import ALL, Step
 from benchmarks.kernels import loss
 from benchmarks.kernels.measure import PARTS
@@ -21,10 +22,11 @@ from megajax.planning.cost.estimate import estimate
 NAMES = ("h200", "h100")
 HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 28, 0))
 CPU = Device(name="cpu")
+STEPS = (*ALL, *SPEEDS)
 
 
 def predict() -> dict[str, Any]:
-    """The planner's predictions for every step of gpu_check, into benchmarks/predictions.json. Needs no GPU.
+    """The planner's predictions for gpu_check and node_check, into benchmarks/predictions.json. Needs no GPU.
 
     Train steps: time, tokens/s and MFU of the cost model with their ranges, and peak memory. Kernels: the minimum time
     by data sheets (the roofline). Calibration: the constants of the cost model. Run it again before a measurement if
@@ -36,9 +38,9 @@ def predict() -> dict[str, Any]:
         "kinds": {name: GPUS[name].description for name in NAMES},
     }
     for name in NAMES:
-        predictions[name] = {step.name: rounded(predicted(step, name, tiny=False), 5) for step in ALL}
+        predictions[name] = {step.name: rounded(predicted(step, name, tiny=False), 5) for step in STEPS}
     # For dry runs: the same names at tiny sizes, as if on the first of them.
-    predictions["tiny"] = {step.name: rounded(predicted(step, NAMES[0], tiny=True), 5) for step in ALL}
+    predictions["tiny"] = {step.name: rounded(predicted(step, NAMES[0], tiny=True), 5) for step in STEPS}
     PREDICTIONS.write_text(json.dumps(predictions, indent=1) + "\n")
     print(f"written: {PREDICTIONS}")
     return predictions
@@ -71,7 +73,7 @@ def predicted(step: Step, name: str, *, tiny: bool) -> Predicted:
 def train_step(step: Step, name: str, *, tiny: bool) -> Predicted:
     """The figures of the train step that a command measures; times and speeds with the planner's ranges."""
     source, settings = settings_of(step, tiny=tiny)
-    estimated = estimate(describe(load(source, *settings), GPUS[name], 1))
+    estimated = estimate(describe(load(source, *settings), GPUS[name], step.devices))
     slowest, fastest = estimated.errors.speeds(1.0)
 
     def ranged(predicted: float, low: float, high: float) -> dict[str, float]:

@@ -34,6 +34,8 @@ class Step:
     """Further arguments on a GPU."""
     tiny: tuple[str, ...] = ()
     """Further arguments of a dry run on a CPU."""
+    devices: int = 1
+    """Devices that its prediction is for."""
 
     def arguments(self, *, tiny: bool) -> tuple[str, ...]:
         """The arguments of Python."""
@@ -93,6 +95,20 @@ def _long(rows: int) -> tuple[str, ...]:
     return "--model.sequence_length=8192", f"--batch.micro_size={rows}", f"--batch.global_size={4 * rows}"
 
 
+def experts(devices: int) -> Step:
+    """Gradients by every way to dispatch tokens; devices: those of one process of a dry run."""
+    return Step(
+        name="experts",
+        kind="experts",
+        limit=150,
+        program=(*BENCHMARKS, "expert_gradients", "--json={json}"),
+        real=FOUR_LAYERS,
+        tiny=("--config=qwen3_moe.py:debug", "--model.stack.repeats=1", f"--devices=cpu:{devices}"),
+    )
+
+
+FOUR_LAYERS = ("--config=qwen3_moe.py", "--model.stack.repeats=4", "--model.recompute=full")
+"""Of Qwen3-30B-A3B."""
 DEVICE = Step(name="device", kind="device", limit=20, program=(*BENCHMARKS, "device", "--json={json}"))
 TRACE_SUMMARY = Step(
     name="trace_llama_3b",
@@ -106,14 +122,6 @@ CALIBRATE = Step(
     limit=110,
     program=(*BENCHMARKS, "calibrate", "--json={json}"),
     tiny=("--tiny", "--seconds=0.02"),
-)
-EXPERTS = Step(
-    name="experts",
-    kind="experts",
-    limit=150,
-    program=(*BENCHMARKS, "expert_gradients", "--json={json}"),
-    real=("--config=qwen3_moe.py", "--model.stack.repeats=4", "--model.recompute=full"),
-    tiny=("--config=qwen3_moe.py:debug", "--model.stack.repeats=1", "--devices=cpu:2"),
 )
 SCHEDULES = Step(
     name="schedules",
@@ -156,7 +164,7 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
         _mfu("llama_1b_8192", 90, "llama_1b", *_long(4)),
     ),
     "layers": (
-        EXPERTS,
+        experts(2),
         SCHEDULES,
         _kernels("faults", 120),
         _kernels("grouped", 120),

@@ -56,14 +56,14 @@ def test_all_placeholders_in_commands_are_replaced() -> None:
 def test_predictions_have_these_steps_and_figures() -> None:
     """Values are not compared: the cost model may have changed since they were written."""
     predictions = json.loads(comparison.PREDICTIONS.read_text())
-    names = [part.name for part in ALL]
+    names = [part.name for part in predict.STEPS]
     for device in ("h200", "h100", "tiny"):
         assert list(predictions[device]) == names, "make them again: python -m benchmarks predict"
         tiny = device == "tiny"
-        for part in ALL:
+        for part in predict.STEPS:
             expected = predict.predicted(part, "h200" if tiny else device, tiny=tiny)
             assert predictions[device][part.name].keys() == expected.keys(), part.name
-    trained = [part.name for part in ALL if part.kind in ("mfu", "peers")]
+    trained = [part.name for part in predict.STEPS if part.kind in ("mfu", "peers")]
     # Hopper multiplies numbers in blocks in bfloat16, after rounding them.
     assert all(0.25 < predictions["h200"][name]["MFU causal"]["predicted"] < 0.9 for name in trained)
     for ranged in (value for name in trained for value in predictions["h200"][name].values()):

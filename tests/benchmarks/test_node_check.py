@@ -1,14 +1,16 @@
-"""node_check.sh: its layouts fit a node of eight devices, and differences are reported."""
+"""node_check.sh: its layouts fit a node of eight devices, and differences and predictions are reported."""
 
 import json
 import sys
+from collections import Counter
 from math import inf
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import node_check
-from benchmarks.gpu.node_check import LAYOUTS, TINY, Node, largest_error
+from benchmarks.gpu import comparison, node_check
+from benchmarks.gpu.node_check import LAYOUTS, SPEEDS, TINY, Node, largest_error
+from benchmarks.gpu.predict import settings_of
 from megajax.config import load
 from megajax.config.compose import check
 
@@ -26,6 +28,13 @@ def test_layouts_fit_eight_devices():
             settings = (*TINY, *chosen.arguments(devices), "--steps=5")
             assert chosen.fits(devices)
             check(load(layout.config, *(setting.removeprefix("--") for setting in settings)), devices)
+
+
+@pytest.mark.parametrize("tiny", [True, False])
+def test_timed_steps_fit_eight_devices(tiny):
+    for step in SPEEDS:
+        source, settings = settings_of(step, tiny=tiny)
+        check(load(source, *settings), step.devices)
 
 
 def test_differences_are_relative_and_missing_steps_are_infinite():
@@ -63,3 +72,81 @@ def test_gpus_get_one_process_each_and_one_device_is_one_gpu(tmp_path):
     with node.started(show, "one", one_device=True) as process:
         assert process.wait(60) == 0
     assert (tmp_path / "one.log").read_text() == "0\n"
+
+
+PROGRAM = """
+import json, signal, sys, time
+from pathlib import Path
+
+flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv if "=" in word)
+if "json" in flags:
+    rows = [{"dtype": dtype, "error": error} for dtype, error in (("float32", 1e-7), ("bfloat16", 1e-2))]
+    step = {"step_seconds": {"median": 0.01}, "tokens_per_second_per_device": {"median": 5.0}}
+    step |= {"mfu": {"causal": None, "full": None}, "memory": {"peak_in_use": None, "planned_peak": 2**30}}
+    Path(flags["json"]).write_text(json.dumps({"figures": {"rows": rows, "wrong": 0} | step}))
+    sys.exit()
+run, stopped = Path(flags["run_dir"]), []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+(run / "profile").mkdir(parents=True, exist_ok=True)
+if "profile.steps" in flags:
+    (run / "profile/host.xplane.pb").touch()
+metrics = run / "metrics.jsonl"
+step = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+last = step + int(flags.get("resilience.exit_after_steps", flags["steps"]))
+while step < last and not stopped:
+    step += 1
+    with metrics.open("a") as file:
+        file.write(json.dumps({"step": step, "loss": 1 / step, "grad_norm": 1.0}) + "\\n")
+    time.sleep(0.05 if last > 1000 else 0)
+(run / f"checkpoints/{step}").mkdir(parents=True)
+"""
+"""Stands in for training, which saves on SIGTERM, and for the programs that measure."""
+
+
+def test_all_checks_in_one_call(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    monkeypatch.setattr(node_check, "launched", lambda command, processes: [sys.executable, str(program), *command])
+    monkeypatch.setattr(node_check.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(node_check, "visible_gpus", lambda: 0)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    found = node_check.node_check()
+    output = capsys.readouterr().out
+    assert found["wrong"] == 0, output
+    assert Counter(row["check"] for row in found["rows"]) == {
+        "one device": 2,
+        "layout": 2 * len(LAYOUTS),
+        "gradients": 2,
+        **dict.fromkeys(("everything", "SIGTERM", "resume"), 1),
+        "speed": len(LAYOUTS),
+    }
+    assert {row["part"] for row in found["comparison"]} == {step.name for step in SPEEDS}
+    assert f"{comparison.table(found['comparison'])}\n" in output and "the ratios mean nothing" in output
+
+
+@pytest.mark.slow
+def test_pairs_are_trained_and_timed(tmp_path):
+    node = Node(tmp_path, gpus=0)
+    layouts = [layout for layout in LAYOUTS if layout.name.endswith("pairs")]
+    assert node.train(layouts[0].reference, layouts[0].reference.name, 0) == 0
+    node_check.check_layouts(node, layouts, [1])
+    rows = node_check.measure_speeds(node, [layout.speed for layout in layouts])
+    assert len(layouts) == 2 and not [row for row in node.rows if row["problem"]]
+    assert all(row["measured"] for row in rows if not row["figure"].startswith("MFU"))
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_program_that_fails_or_measures_nothing_is_a_problem(code, tmp_path, monkeypatch):
+    commands = []
+
+    def ended(node: Node, command: list[str], run: str) -> int:
+        commands.append(command)
+        return code
+
+    monkeypatch.setattr(Node, "ended", ended)
+    node = Node(tmp_path, gpus=8)
+    node_check.check_dispatch(node, [8])
+    rows = node_check.measure_speeds(node, SPEEDS[:1])
+    assert [row["problem"] is None for row in node.rows] == [False, code == 0]
+    assert "--processes=8" in commands[0] and "--config=bench.py:llama_1b" in commands[1]
+    assert all(row["measured"] is None for row in rows)
