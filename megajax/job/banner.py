@@ -208,6 +208,9 @@ def _batch(program: Program) -> list[tuple[str, str]]:
     split = f"{program.microbatches} microbatches x {replicas} data-parallel x {cfg.batch.micro_size} rows"
     positions = program.sizes.samples(cfg.steps) * length
     more = [] if unit == "rows" else [(f"{unit} per step", f"{rows * length:,} ({length} per row)")]
+    if cfg.batch.side_by_side > 1:
+        beside = "a forward beside a backward in full ticks" if cfg.parallel.pipeline > 1 else "layer by layer"
+        more.append(("side by side", f"{cfg.batch.side_by_side} microbatches, {beside}"))
     return [
         ("rows per step", f"{rows} = {split}"),
         *more,

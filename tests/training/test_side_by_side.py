@@ -10,7 +10,9 @@ from tiny_runs import build_program, llama
 
 from megajax.compiled.gpus import GPUS
 from megajax.config import load
+from megajax.job.banner import _batch
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla_options import SIDE_BY_SIDE, SIDE_BY_SIDE_IN_TICKS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
@@ -27,6 +29,18 @@ def test_two_at_a_time_have_the_numbers_of_one() -> None:
     two = Program.of(program.cfg.but(batch=replace(program.cfg.batch, side_by_side=2)), program.mesh)
     assert program.mesh.size == 8 and program.microbatches == 4
     assert losses(two) == losses(program)
+
+
+def test_the_banner_names_what_is_side_by_side() -> None:
+    plain = build_program(llama(), TENSOR, microbatches=4)
+    pairs = plain.cfg.but(batch=replace(plain.cfg.batch, side_by_side=2))
+    stages = pairs.but(parallel=ParallelConfig(data=2, tensor=2, pipeline=2))
+    texts = [dict(_batch(Program.of(cfg, build_mesh(cfg.parallel)))) for cfg in (plain.cfg, pairs, stages)]
+    assert [text.get("side by side") for text in texts] == [
+        None,
+        "2 microbatches, layer by layer",
+        "2 microbatches, a forward beside a backward in full ticks",
+    ]
 
 
 def test_groups_have_microbatches_that_follow_each_other() -> None:
