@@ -8,10 +8,9 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
               --tokenizer=data/tokenizer.json --append-eod
 Run:      python -m megajax.train --config=nemotron_h.py                    (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=nemotron_h.py:debug --devices=cpu:8 --parallel.tensor=2 --parallel.pipeline=2
-Hardware: each size names its own; not yet run on GPUs
+Hardware: each size names its own; nemotron_h_56b is planned by formula. Not yet run on GPUs
 """
 
-from dataclasses import replace
 from typing import Any
 
 import megajax as mj
@@ -35,18 +34,14 @@ def debug() -> mj.RunConfig:
 
 
 def nemotron_h_8b() -> mj.RunConfig:
-    """52 layers, 4 of them attention. 32 GPUs with 80 GB, tensor 2 x data 16."""
-    return mj.own_text(
-        "nemotron_h_8b", mj.nemotron_h("8b"), parallel=mj.ParallelConfig(tensor=2, sequence=True), **SETTINGS
-    )
+    """52 layers, 4 of them attention. 32 GPUs with 80 GB: tensor 2 x data 16."""
+    run = mj.own_text("nemotron_h_8b", mj.nemotron_h("8b"), **SETTINGS)
+    return mj.on_layout(run, _tensor(2), "none")
 
 
 def nemotron_h_56b() -> mj.RunConfig:
-    """118 layers, 10 of them attention. 256 GPUs with 80 GB, tensor 8 x FSDP over data 32."""
-    model = replace(mj.nemotron_h("56b"), recompute="full")
-    return mj.own_text(
-        "nemotron_h_56b", model, parallel=mj.ParallelConfig(tensor=8, sequence=True, data_sharding="fsdp"), **SETTINGS
-    )
+    """118 layers, 10 of them attention. 256 GPUs with 80 GB: tensor 8 x data 32."""
+    return mj.own_text("nemotron_h_56b", mj.nemotron_h("56b"), parallel=_tensor(8), **SETTINGS)
 
 
 def nemotron_h_8b_debug() -> mj.RunConfig:
@@ -55,9 +50,12 @@ def nemotron_h_8b_debug() -> mj.RunConfig:
 
 
 def nemotron_h_56b_debug() -> mj.RunConfig:
-    """nemotron_h_56b in tiny sizes: tensor 2 x FSDP over data 4 on eight devices."""
-    parallel = mj.ParallelConfig(tensor=2, sequence=True, data_sharding="fsdp")
-    return mj.library_debug_config(nemotron_h_56b(), _debug_model(), parallel=parallel)
+    """nemotron_h_56b in tiny sizes: tensor 2, and data 4 on eight devices."""
+    return mj.library_debug_config(nemotron_h_56b(), _debug_model(), parallel=_tensor(2))
+
+
+def _tensor(size: int) -> mj.ParallelConfig:
+    return mj.ParallelConfig(tensor=size, sequence=True)
 
 
 def _debug_model() -> mj.DecoderConfig:

@@ -8,7 +8,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=phi.py --devices=h100:32
 Run:      python -m megajax.train --config=phi.py                (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=phi.py:debug --devices=cpu:8
-Hardware: 32 H100. Planned by formula, not run
+Hardware: 32 H100. Compiled for virtual H100s, 61.4 of 72.9 GiB; not run
 """
 
 import megajax as mj
@@ -25,11 +25,11 @@ def debug() -> mj.RunConfig:
 
 
 def phi_4() -> mj.RunConfig:
-    """14.7 B parameters. 32 GPUs with 80 GB, fully sharded."""
+    """14.7 B parameters. 32 GPUs with 80 GB: FSDP over data 32."""
     model = mj.phi3("4", sequence_length=4096)
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(data_sharding="fsdp")
-    return mj.own_text("phi_4", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    run = mj.own_text("phi_4", model, schedule=schedule, rows=1024, steps=500_000)
+    return mj.on_layout(run, mj.ParallelConfig(data_sharding="fsdp"), ("activation",), micro_size=2)
 
 
 def phi_4_debug() -> mj.RunConfig:

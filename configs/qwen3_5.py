@@ -27,19 +27,25 @@ def debug() -> mj.RunConfig:
 
 
 def qwen3_5_27b() -> mj.RunConfig:
-    """26.9 B parameters, without experts. 64 GPUs with 80 GB: FSDP over data 64."""
-    return _run("qwen3_5_27b", mj.qwen3_5("27b", sequence_length=4096), mj.ParallelConfig(data_sharding="fsdp"))
+    """26.9 B parameters, without experts. 64 GPUs with 80 GB: pipeline 2 x tensor 4 x data 8.
+
+    In full ticks the forward of a microbatch and the backward of another hide each other's collectives.
+    """
+    run = _run("qwen3_5_27b", mj.qwen3_5("27b", sequence_length=4096))
+    return mj.on_layout(run, _stages(tensor=4), micro_size=2, side_by_side=2)
 
 
 def qwen3_5_35b_a3b() -> mj.RunConfig:
-    """34.7 B parameters, 3 B active; 256 experts. 64 GPUs with 80 GB: expert 8 x FSDP over data 8."""
-    parallel = mj.ParallelConfig(expert=8, data_sharding="fsdp")
-    return _run("qwen3_5_35b_a3b", mj.qwen3_5_moe("35b-a3b", sequence_length=4096), parallel)
+    """34.7 B parameters, 3 B active; 256 experts. 64 GPUs with 80 GB: FSDP over data 64."""
+    run = _run("qwen3_5_35b_a3b", mj.qwen3_5_moe("35b-a3b", sequence_length=4096))
+    return mj.on_layout(run, mj.ParallelConfig(data_sharding="fsdp"), "full", micro_size=8)
 
 
 def qwen3_5_27b_debug() -> mj.RunConfig:
-    """qwen3_5_27b in tiny sizes, on one device or on eight."""
-    return mj.library_debug_config(qwen3_5_27b(), mj.qwen3_5("debug", sequence_length=64, vocabulary_size=257))
+    """qwen3_5_27b in tiny sizes: pipeline 2 x tensor 2, and data 2 on eight devices."""
+    model = mj.qwen3_5("debug", sequence_length=64, vocabulary_size=257)
+    model = replace(model, stack=replace(model.stack, repeats=4))  # two of each stage
+    return mj.library_debug_config(qwen3_5_27b(), model, parallel=_stages(tensor=2))
 
 
 def qwen3_5_35b_a3b_debug() -> mj.RunConfig:
@@ -47,7 +53,10 @@ def qwen3_5_35b_a3b_debug() -> mj.RunConfig:
     return mj.library_debug_config(qwen3_5_35b_a3b(), mj.qwen3_5_moe("debug", sequence_length=64, vocabulary_size=257))
 
 
-def _run(name: str, model: mj.DecoderConfig, parallel: mj.ParallelConfig) -> mj.RunConfig:
+def _stages(tensor: int) -> mj.ParallelConfig:
+    return mj.ParallelConfig(pipeline=2, tensor=tensor, sequence=True)
+
+
+def _run(name: str, model: mj.DecoderConfig) -> mj.RunConfig:
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    model = replace(model, recompute="full")
-    return mj.own_text(name, model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    return mj.own_text(name, model, schedule=schedule, rows=1024, steps=500_000)

@@ -7,7 +7,8 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
               --vocab-file=data/vocab.txt --split-sentences
 Run:      python -m megajax.train --config=t5.py                            (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=t5.py:debug
-Hardware: each size names its own; not yet run on GPUs. Layouts have no pipeline: its stages cut one stack of layers
+Hardware: each size names its own; t5_base and t5_11b were compiled (docs/layouts.md), t5_v1_1_xxl
+          too (56.6 of 72.9 GiB). Not yet run on GPUs. Layouts have no pipeline: its stages cut one stack of layers
 """
 
 from dataclasses import replace
@@ -17,6 +18,7 @@ import megajax as mj
 
 TINY: dict[str, Any] = {"encoder_length": 64, "sequence_length": 32, "vocabulary_size": 2102, "dropout": 0.0}
 """Rows of the debug twins, and a vocabulary of 2000, [BOS], [EOS] and 100 sentinels."""
+FSDP = mj.ParallelConfig(data_sharding="fsdp")
 
 
 def config() -> mj.RunConfig:
@@ -50,13 +52,15 @@ def t5_3b() -> mj.RunConfig:
 
 
 def t5_11b() -> mj.RunConfig:
-    """2 x 24 layers x 1024 hidden, MLPs of 65536 and 128 heads. 64 GPUs with 80 GB, tensor 8 x data 8."""
-    return _own_text("t5_11b", mj.t5("11b", dropout=0.0), micro=8, tensor=8)
+    """2 x 24 layers x 1024 hidden, MLPs of 65536 and 128 heads. 64 GPUs with 80 GB: FSDP over data 64."""
+    run = _own_text("t5_11b", mj.t5("11b", dropout=0.0), micro=16)
+    return mj.on_layout(run, FSDP, "full", layers=6, micro_size=16)
 
 
 def t5_v1_1_xxl() -> mj.RunConfig:
-    """T5 v1.1: 2 x 24 layers x 4096 hidden, gated MLPs; 11 B parameters. 64 GPUs with 80 GB, tensor 8 x data 8."""
-    return _own_text("t5_v1_1_xxl", mj.t5_v1_1("xxl"), micro=4, tensor=8)
+    """T5 v1.1: 2 x 24 layers x 4096 hidden, gated MLPs; 11 B parameters. 64 GPUs with 80 GB: FSDP over data 64."""
+    run = _own_text("t5_v1_1_xxl", mj.t5_v1_1("xxl"), micro=32)
+    return mj.on_layout(run, FSDP, "full", layers=1, micro_size=32)
 
 
 def text() -> mj.RunConfig:
@@ -101,13 +105,13 @@ def t5_3b_debug() -> mj.RunConfig:
 
 
 def t5_11b_debug() -> mj.RunConfig:
-    """t5_11b in tiny sizes: tensor 2, and data 4 on eight devices."""
-    return _debug(t5_11b(), parallel=_layout(tensor=2))
+    """t5_11b in tiny sizes: FSDP over all devices."""
+    return _debug(t5_11b(), parallel=FSDP)
 
 
 def t5_v1_1_xxl_debug() -> mj.RunConfig:
-    """t5_v1_1_xxl in tiny sizes: tensor 2, and data 4 on eight devices."""
-    return _debug(t5_v1_1_xxl(), mj.t5_v1_1("debug", **TINY), parallel=_layout(tensor=2))
+    """t5_v1_1_xxl in tiny sizes: FSDP over all devices."""
+    return _debug(t5_v1_1_xxl(), mj.t5_v1_1("debug", **TINY), parallel=FSDP)
 
 
 def _debug(cfg: mj.RunConfig, model: mj.T5Config | None = None, **changes: Any) -> mj.RunConfig:

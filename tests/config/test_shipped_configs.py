@@ -21,6 +21,10 @@ FAMILIES = (
     "qwen3_next.py", "race.py", "sft.py", "smollm3.py", "squad.py", "t5.py",
 )  # fmt: skip
 
+PIPELINES = (
+    "mixtral_8x7b", "mixtral_8x22b", "deepseek_v3", "llama3_70b", "llama3_405b", "gpt3_175b", "exaone4_32b",
+    "olmo2_32b", "olmo3_32b",
+)  # fmt: skip
 SHARDING = ("pipeline", "virtual_stages", "expert", "context", "tensor")
 
 
@@ -125,9 +129,7 @@ def test_an_installed_wheel_has_the_configs(tmp_path):
     assert process.stdout.strip() == str(tmp_path / "site" / "megajax" / "configs")
 
 
-@pytest.mark.parametrize(
-    "name", ["mixtral_8x7b", "mixtral_8x22b", "deepseek_v3", "llama3_70b", "llama3_405b", "gpt3_175b"]
-)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_twins_of_pipelines_have_their_axes(name):
     """Of the config for 80 GB, so that eight devices train every kind of parallelism that the large run uses."""
     file = f"{name.partition('_')[0]}.py"

@@ -3,6 +3,7 @@
 Of families that have the same kinds of layers, one is here; tests/oracle has the logits of each family.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,18 +16,21 @@ from megajax.training.session import setup
 
 PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
+FLAT = ("parallel.expert=2", "parallel.pipeline=1", "parallel.virtual_stages=1", "parallel.schedule=1f1b",
+        "parallel.tensor=1")  # fmt: skip
+"""Of twins with a pipeline, on other axes."""
 CASES = {
     "mixtral": (2, 12, 1.0, ("parallel.expert=2",)),
     "gpt_oss": (4, 12, 1.0, ("parallel.expert=4", *SEQUENCE)),
     "deepseek:deepseek_v3": (2, 12, 1.0, ()),
     "nemotron_h": (2, 12, 1.0, PIPELINE),
-    "llama4": (8, 12, 1.0, ("parallel.expert=2", "parallel.context=2", "parallel.context_strategy=ring")),
+    "llama4": (8, 12, 1.0, (*FLAT, "parallel.context=2", "parallel.context_strategy=ring")),
     "falcon_h1": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "lfm2": (None, 12, 1.0, ("parallel.context=2", *SEQUENCE)),
     "minimax": (8, 12, 0.8, ("parallel.expert=2", "parallel.data_sharding=fsdp")),
-    "kimi_linear": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
-    "qwen3_next": (8, 12, 1.0, ("parallel.expert=2", "parallel.data_sharding=fsdp", "parallel.context=2")),
-    "granite4": (8, 12, 0.05, ("parallel.expert=2", *SEQUENCE)),
+    "kimi_linear": (8, 12, 1.0, (*FLAT, "parallel.data_sharding=fsdp", "parallel.context=2")),
+    "qwen3_next": (8, 12, 1.0, (*FLAT, "parallel.data_sharding=fsdp", "parallel.context=2")),
+    "granite4": (8, 12, 0.05, ("parallel.expert=2", "parallel.pipeline=1", *SEQUENCE)),
     "exaone4": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring")),
     "phi": (None, 12, 0.8, SEQUENCE),
     "gemma:gemma2_2b": (None, 12, 1.0, ("parallel.context=2", "parallel.context_strategy=ring", *PIPELINE)),
@@ -43,7 +47,8 @@ the loss in these steps, and settings of the layout."""
 def losses(family: str, *settings: str, devices: int) -> list[float]:
     name, _, size = family.partition(":")
     cfg = load(f"{name}.py:{size}_debug".replace(":_", ":"), *settings, "evaluation.every=none")
-    cfg = cfg if devices > 1 else cfg.but(parallel=ParallelConfig())
+    if devices == 1:
+        cfg = cfg.but(parallel=ParallelConfig(), batch=replace(cfg.batch, side_by_side=1))
     run = setup(cfg, devices=jax.devices()[:devices])
     try:
         return [info.loss for info in run.steps()]
