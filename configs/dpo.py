@@ -42,7 +42,7 @@ def dpo_llama3_8b() -> mj.RunConfig:
         tokenizer=mj.HuggingFaceTokenizerConfig(path=folder),
         optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.0),
         schedule=mj.ScheduleConfig(lr=5e-7, min_lr=5e-8, warmup_fraction=0.1),
-        batch=mj.BatchConfig(global_size=32, micro_size=1),
+        batch=mj.BatchConfig(global_size=32, micro_size=2),
         evaluation=mj.EvaluationConfig(every=50, batches=4),
         checkpoint=mj.CheckpointConfig(load=Path(f"hf:{folder}"), every=250),
         steps=500,

@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=glm4_moe.py:debug --devices=cpu:8
 Hardware: 128 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,11 +25,11 @@ def debug() -> mj.RunConfig:
 
 
 def glm4_moe_4_5_air() -> mj.RunConfig:
-    """110 B parameters, 12 B active; 128 experts. 128 GPUs with 80 GB: expert 16 x FSDP over data 8."""
-    model = replace(mj.glm4_moe("4.5-air", sequence_length=4096), recompute="full")
+    """110 B parameters, 12 B active; 128 experts. 128 GPUs with 80 GB: FSDP over data 128."""
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=16, data_sharding="fsdp")
-    return mj.own_text("glm4_moe_4_5_air", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    model = mj.glm4_moe("4.5-air", sequence_length=4096)
+    run = mj.own_text("glm4_moe_4_5_air", model, schedule=schedule, rows=1024, steps=500_000)
+    return mj.on_layout(run, mj.ParallelConfig(data_sharding="fsdp"), "full", micro_size=8)
 
 
 def glm4_moe_4_5_air_debug() -> mj.RunConfig:

@@ -9,16 +9,12 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=gpt_oss.py --devices=h100:16
 Run:      python -m megajax.train --config=gpt_oss.py                       (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=gpt_oss.py:debug --devices=cpu:8 --parallel.expert=4
-Hardware: each size names its own; not yet run on GPUs
+Hardware: each size names its own. Planned by formula, not run
 """
 
-from dataclasses import replace
 from typing import Any
 
 import megajax as mj
-
-RECOMPUTE = ("norm", "activation", "mlp")
-"""Rows of experts are not saved: their buffers have room for any choice of the router, eight times what is needed."""
 
 SETTINGS: dict[str, Any] = {
     "schedule": mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
@@ -39,15 +35,16 @@ def debug() -> mj.RunConfig:
 
 
 def gpt_oss_20b() -> mj.RunConfig:
-    """20.9 B parameters, 3.6 B active; 32 experts. 16 GPUs with 80 GB: expert 8 x data 2."""
-    model = replace(mj.gpt_oss("20b", sequence_length=4096), recompute=RECOMPUTE)
-    return mj.own_text("gpt_oss_20b", model, parallel=mj.ParallelConfig(expert=8), **SETTINGS)
+    """20.9 B parameters, 3.6 B active; 32 experts. 16 GPUs with 80 GB: FSDP over data 16."""
+    run = mj.own_text("gpt_oss_20b", mj.gpt_oss("20b", sequence_length=4096), **SETTINGS)
+    recompute = ("norm", "activation", "mlp", "query_key_value")
+    return mj.on_layout(run, mj.ParallelConfig(data_sharding="fsdp"), recompute, micro_size=8)
 
 
 def gpt_oss_120b() -> mj.RunConfig:
-    """116.8 B parameters, 5.1 B active; 128 experts. 64 GPUs with 80 GB: expert 8 x FSDP over data 8."""
-    model = replace(mj.gpt_oss("120b", sequence_length=4096), recompute="full")
-    return mj.own_text("gpt_oss_120b", model, parallel=mj.ParallelConfig(expert=8, data_sharding="fsdp"), **SETTINGS)
+    """116.8 B parameters, 5.1 B active; 128 experts. 64 GPUs with 80 GB: pipeline 4 x expert 4 x tensor 2 x data 2."""
+    run = mj.own_text("gpt_oss_120b", mj.gpt_oss("120b", sequence_length=4096), **SETTINGS)
+    return mj.on_layout(run, _stages(4, expert=4), ("norm", "activation", "mlp"), micro_size=2)
 
 
 def gpt_oss_20b_debug() -> mj.RunConfig:
@@ -56,10 +53,12 @@ def gpt_oss_20b_debug() -> mj.RunConfig:
 
 
 def gpt_oss_120b_debug() -> mj.RunConfig:
-    """gpt_oss_120b in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
-    return mj.library_debug_config(
-        gpt_oss_120b(), _debug_model(), parallel=mj.ParallelConfig(expert=2, data_sharding="fsdp")
-    )
+    """gpt_oss_120b in tiny sizes: pipeline 2 x expert 2 x tensor 2 on eight devices."""
+    return mj.library_debug_config(gpt_oss_120b(), _debug_model(), parallel=_stages(2, expert=2))
+
+
+def _stages(pipeline: int, *, expert: int) -> mj.ParallelConfig:
+    return mj.ParallelConfig(pipeline=pipeline, expert=expert, tensor=2, sequence=True)
 
 
 def _debug_model() -> mj.DecoderConfig:

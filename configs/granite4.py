@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=granite4.py:debug --devices=cpu:8
 Hardware: 64 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,14 +25,14 @@ def debug() -> mj.RunConfig:
 
 
 def granite4_h_small() -> mj.RunConfig:
-    """32.2 B parameters, 8.8 B active; 72 experts. 64 GPUs with 80 GB: tensor 2 x FSDP over data 32."""
-    model = replace(mj.granite4("h-small", sequence_length=4096), recompute="full")
+    """32.2 B parameters, 8.8 B active; 72 experts. 64 GPUs with 80 GB: pipeline 4 x expert 2 x data 8."""
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(tensor=2, sequence=True, data_sharding="fsdp")
-    return mj.own_text("granite4_h_small", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    model = mj.granite4("h-small", sequence_length=4096)
+    run = mj.own_text("granite4_h_small", model, schedule=schedule, rows=1024, steps=500_000)
+    return mj.on_layout(run, mj.ParallelConfig(pipeline=4, expert=2), "full")
 
 
 def granite4_h_small_debug() -> mj.RunConfig:
-    """granite4_h_small in tiny sizes, on one device or on eight."""
+    """granite4_h_small in tiny sizes: pipeline 2 x expert 2 x data 2 on eight devices."""
     model = mj.granite4("debug", sequence_length=64, vocabulary_size=257)
-    return mj.library_debug_config(granite4_h_small(), model)
+    return mj.library_debug_config(granite4_h_small(), model, parallel=mj.ParallelConfig(pipeline=2, expert=2))

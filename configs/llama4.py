@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=llama4.py:debug --devices=cpu:8
 Hardware: 128 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,14 +25,14 @@ def debug() -> mj.RunConfig:
 
 
 def llama4_scout() -> mj.RunConfig:
-    """108 B parameters, 17 B active; 16 experts. 128 GPUs with 80 GB: expert 16 x FSDP over data 8."""
-    model = replace(mj.llama4("scout", sequence_length=4096), recompute="full")
+    """108 B parameters, 17 B active; 16 experts. 128 GPUs with 80 GB: pipeline 4 x expert 4 x tensor 2 x data 4."""
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=16, data_sharding="fsdp")
-    return mj.own_text("llama4_scout", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    model = mj.llama4("scout", sequence_length=4096)
+    run = mj.own_text("llama4_scout", model, schedule=schedule, rows=1024, steps=500_000)
+    return mj.on_layout(run, mj.ParallelConfig(pipeline=4, expert=4, tensor=2), ("norm", "activation", "mlp"))
 
 
 def llama4_scout_debug() -> mj.RunConfig:
-    """llama4_scout in tiny sizes, on one device or on eight."""
+    """llama4_scout in tiny sizes: pipeline 2 x expert 2 x tensor 2 on eight devices."""
     model = mj.llama4("debug", sequence_length=64, vocabulary_size=257)
-    return mj.library_debug_config(llama4_scout(), model)
+    return mj.library_debug_config(llama4_scout(), model, parallel=mj.ParallelConfig(pipeline=2, expert=2, tensor=2))

@@ -8,7 +8,7 @@ Data:     data/captions.jsonl with {"image": PATH, "caption": TEXT}, data/conver
 Plan:     python -m megajax.plan --config=llava.py --devices=h100:8
 Run:      python -m megajax.train --config=llava.py:llava_7b_projector
 Laptop:   python -m megajax.train --config=llava.py:debug
-Hardware: one host of 8 GPUs with 80 GB. Compiled for virtual H100s, not run on one
+Hardware: one host of 8 GPUs with 80 GB. Planned for virtual H100s by formula, not run on one
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def llava_7b() -> mj.RunConfig:
         tokenizer=_tokenizer(),
         optimizer=mj.AdamWConfig(weight_decay=0.0, trainable=("projector.*", "tokens", "stack.*", "norm.*", "head")),
         schedule=mj.ScheduleConfig(lr=2e-5, warmup_fraction=0.03),
-        batch=mj.BatchConfig(global_size=128, micro_size=2),
+        batch=mj.BatchConfig(global_size=128, micro_size=8),
         evaluation=mj.EvaluationConfig(every=500, batches=8),
         checkpoint=mj.CheckpointConfig(every=500),
         steps=5195,

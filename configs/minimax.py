@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=minimax.py:debug --devices=cpu:8
 Hardware: 512 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,16 +25,16 @@ def debug() -> mj.RunConfig:
 
 
 def minimax_text_01() -> mj.RunConfig:
-    """456 B parameters, 46 B active; 32 experts. 512 GPUs with 80 GB: expert 32 x tensor 2 x FSDP over data 8.
+    """456 B parameters, 46 B active; 32 experts. 512 GPUs with 80 GB: expert 8 x tensor 4 x FSDP over data 16.
 
     Devices have room for 1.5 times the mean number of rows, which bounds their memory; the metrics count what is
     dropped beyond.
     """
     model = mj.minimax("text-01", sequence_length=4096, dispatch=mj.DispatchConfig(room=1.5))
-    model = replace(model, recompute="full")
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=32, tensor=2, sequence=True, data_sharding="fsdp")
-    return mj.own_text("minimax_text_01", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    run = mj.own_text("minimax_text_01", model, schedule=schedule, rows=1024, steps=500_000)
+    parallel = mj.ParallelConfig(expert=8, tensor=4, sequence=True, data_sharding="fsdp")
+    return mj.on_layout(run, parallel, "full", layers=72, micro_size=4)
 
 
 def minimax_text_01_debug() -> mj.RunConfig:

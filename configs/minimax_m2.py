@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=minimax_m2.py:debug --devices=cpu:8
 Hardware: 256 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,14 +25,22 @@ def debug() -> mj.RunConfig:
 
 
 def minimax_m2_230b_a10b() -> mj.RunConfig:
-    """229 B parameters, 11 B active; 256 experts. 256 GPUs with 80 GB: expert 16 x FSDP over data 16."""
-    model = replace(mj.minimax_m2("230b-a10b", sequence_length=4096), recompute="full")
+    """229 B parameters, 11 B active; 256 experts.
+
+    256 GPUs with 80 GB: pipeline 8 x 4 virtual stages x expert 4 x data 8.
+    """
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=16, data_sharding="fsdp")
-    return mj.own_text("minimax_m2_230b_a10b", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    model = mj.minimax_m2("230b-a10b", sequence_length=4096)
+    run = mj.own_text("minimax_m2_230b_a10b", model, schedule=schedule, rows=1024, steps=500_000)
+    recompute = ("norm", "activation", "mlp", "query_key_value", "core_attention")
+    return mj.on_layout(run, _stages(8, chunks=4, expert=4), recompute)
 
 
 def minimax_m2_230b_a10b_debug() -> mj.RunConfig:
-    """minimax_m2_230b_a10b in tiny sizes, on one device or on eight."""
+    """minimax_m2_230b_a10b in tiny sizes: pipeline 2 x 2 virtual stages x expert 2 x data 2."""
     model = mj.minimax_m2("debug", sequence_length=64, vocabulary_size=257)
-    return mj.library_debug_config(minimax_m2_230b_a10b(), model)
+    return mj.library_debug_config(minimax_m2_230b_a10b(), model, parallel=_stages(2, chunks=2, expert=2))
+
+
+def _stages(pipeline: int, *, chunks: int, expert: int) -> mj.ParallelConfig:
+    return mj.ParallelConfig(pipeline=pipeline, expert=expert, schedule="interleaved", virtual_stages=chunks)

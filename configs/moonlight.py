@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=moonlight.py:debug --devices=cpu:8
 Hardware: 32 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,13 +25,13 @@ def debug() -> mj.RunConfig:
 
 
 def moonlight_16b() -> mj.RunConfig:
-    """16 B parameters, 2.2 B active, with Muon. 32 GPUs with 80 GB: expert 8 x data 4."""
-    model = replace(mj.deepseek("moonlight"), recompute="full")
+    """16 B parameters, 2.2 B active, with Muon. 32 GPUs with 80 GB: FSDP over data 32."""
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=8, data_sharding="zero1")
     optimizer = mj.MuonConfig(weight_decay=0.1, extra_scale=0.2, qk_clip=100.0)
-    settings = {"parallel": parallel, "schedule": schedule, "optimizer": optimizer}
-    return mj.own_text("moonlight_16b", model, rows=1024, steps=500_000, **settings)
+    settings = {"schedule": schedule, "optimizer": optimizer}
+    run = mj.own_text("moonlight_16b", mj.deepseek("moonlight"), rows=1024, steps=500_000, **settings)
+    recompute = ("norm", "latent", "activation", "mlp", "query_key_value")
+    return mj.on_layout(run, mj.ParallelConfig(data_sharding="fsdp"), recompute, micro_size=16)
 
 
 def moonlight_16b_debug() -> mj.RunConfig:

@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=nemotron3.py:debug --devices=cpu:8
 Hardware: 64 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,11 +25,11 @@ def debug() -> mj.RunConfig:
 
 
 def nemotron3_nano() -> mj.RunConfig:
-    """31.6 B parameters, 3.6 B active; 128 experts. 64 GPUs with 80 GB: expert 8 x FSDP over data 8."""
-    model = replace(mj.nemotron3("nano", sequence_length=4096), recompute="full")
+    """31.6 B parameters, 3.6 B active; 128 experts. 64 GPUs with 80 GB: expert 2 x FSDP over data 32."""
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=8, data_sharding="fsdp")
-    return mj.own_text("nemotron3_nano", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    model = mj.nemotron3("nano", sequence_length=4096)
+    run = mj.own_text("nemotron3_nano", model, schedule=schedule, rows=1024, steps=500_000)
+    return mj.on_layout(run, mj.ParallelConfig(expert=2, data_sharding="fsdp"), "full", micro_size=8)
 
 
 def nemotron3_nano_debug() -> mj.RunConfig:

@@ -11,8 +11,6 @@ Laptop:   python -m megajax.train --config=olmoe.py:debug --devices=cpu:8
 Hardware: 16 H100. Planned by formula, not run
 """
 
-from dataclasses import replace
-
 import megajax as mj
 
 
@@ -27,11 +25,11 @@ def debug() -> mj.RunConfig:
 
 
 def olmoe_1b_7b() -> mj.RunConfig:
-    """6.9 B parameters, 1.3 B active; 64 experts. 16 GPUs with 80 GB: expert 8 x FSDP over data 2."""
-    model = replace(mj.olmoe("1b-7b", sequence_length=4096), recompute="full")
+    """6.9 B parameters, 1.3 B active; 64 experts. 16 GPUs with 80 GB: ZeRO-1 over data 16."""
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=8, data_sharding="fsdp")
-    return mj.own_text("olmoe_1b_7b", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    model = mj.olmoe("1b-7b", sequence_length=4096)
+    run = mj.own_text("olmoe_1b_7b", model, schedule=schedule, rows=1024, steps=500_000)
+    return mj.on_layout(run, mj.ParallelConfig(), ("activation",), micro_size=4)
 
 
 def olmoe_1b_7b_debug() -> mj.RunConfig:

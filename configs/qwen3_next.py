@@ -27,14 +27,22 @@ def debug() -> mj.RunConfig:
 
 
 def qwen3_next_80b_a3b() -> mj.RunConfig:
-    """80 B parameters, 3 B active; 512 experts. 64 GPUs with 80 GB: expert 16 x FSDP over data 4."""
-    model = replace(mj.qwen3_next("80b-a3b", sequence_length=4096), recompute="full")
+    """80 B parameters, 3 B active; 512 experts.
+
+    64 GPUs with 80 GB: pipeline 4 x 3 virtual stages x expert 4 x data 4.
+    """
     schedule = mj.ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
-    parallel = mj.ParallelConfig(expert=16, data_sharding="fsdp")
-    return mj.own_text("qwen3_next_80b_a3b", model, parallel=parallel, schedule=schedule, rows=1024, steps=500_000)
+    model = mj.qwen3_next("80b-a3b", sequence_length=4096)
+    run = mj.own_text("qwen3_next_80b_a3b", model, schedule=schedule, rows=1024, steps=500_000)
+    return mj.on_layout(run, _stages(4, chunks=3, expert=4), ("norm", "activation", "mlp"))
 
 
 def qwen3_next_80b_a3b_debug() -> mj.RunConfig:
-    """qwen3_next_80b_a3b in tiny sizes, on one device or on eight."""
+    """qwen3_next_80b_a3b in tiny sizes: pipeline 2 x 2 virtual stages x expert 2 x data 2."""
     model = mj.qwen3_next("debug", sequence_length=64, vocabulary_size=257)
-    return mj.library_debug_config(qwen3_next_80b_a3b(), model)
+    model = replace(model, stack=replace(model.stack, repeats=4))  # one of each virtual stage
+    return mj.library_debug_config(qwen3_next_80b_a3b(), model, parallel=_stages(2, chunks=2, expert=2))
+
+
+def _stages(pipeline: int, *, chunks: int, expert: int) -> mj.ParallelConfig:
+    return mj.ParallelConfig(pipeline=pipeline, expert=expert, schedule="interleaved", virtual_stages=chunks)

@@ -39,7 +39,8 @@ def qwen3_vl_4b() -> mj.RunConfig:
 
 def qwen3_vl_8b() -> mj.RunConfig:
     """8.8 B parameters. 8 GPUs with 80 GB, FSDP."""
-    return _run("8b", mj.ParallelConfig(data_sharding="fsdp"), lr=1e-5)
+    parallel = mj.ParallelConfig(data_sharding="fsdp")
+    return mj.on_layout(_run("8b", parallel, lr=1e-5), parallel, ("activation",))
 
 
 def qwen3_vl_2b_debug() -> mj.RunConfig:

@@ -58,7 +58,7 @@ def _tuned(name: str, model: mj.DecoderConfig, folder: str) -> mj.RunConfig:
         tokenizer=mj.HuggingFaceTokenizerConfig(path=folder),
         optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.0),
         schedule=mj.ScheduleConfig(lr=1e-5, min_lr=1e-6, warmup_fraction=0.03),
-        batch=mj.BatchConfig(global_size=128, micro_size=1),
+        batch=mj.BatchConfig(global_size=128, micro_size=2),
         evaluation=mj.EvaluationConfig(every=100, batches=4),
         checkpoint=mj.CheckpointConfig(load=Path(f"hf:{folder}"), every=500),
         steps=1000,
