@@ -8,7 +8,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=falcon_h1.py --devices=h100:64
 Run:      python -m megajax.train --config=falcon_h1.py              (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=falcon_h1.py:debug --devices=cpu:8
-Hardware: 64 H100. Compiled for virtual H100s, 60.1 of 72.9 GiB; not run
+Hardware: 64 H100. Compiled for virtual H100s, not run
 """
 
 from dataclasses import replace

@@ -9,8 +9,8 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=gemma.py:gemma3_27b --devices=h100:128
 Run:      python -m megajax.train --config=gemma.py                         (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=gemma.py:debug --devices=cpu:8
-Hardware: each size names its own. gemma2_27b and gemma3_27b were compiled for virtual H100s, 63.3 and 63.9 of 72.9 GiB,
-          the others planned by formula. None was run
+Hardware: each size names its own. gemma2_27b and gemma3_27b were compiled for virtual H100s, the
+          others planned by formula; not run
 """
 
 import megajax as mj

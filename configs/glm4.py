@@ -8,7 +8,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=glm4.py --devices=h100:64
 Run:      python -m megajax.train --config=glm4.py             (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=glm4.py:debug --devices=cpu:8
-Hardware: 64 H100. Compiled for virtual H100s, 50.5 of 72.9 GiB; not run
+Hardware: 64 H100. Compiled for virtual H100s, not run
 """
 
 import megajax as mj

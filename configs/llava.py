@@ -8,7 +8,7 @@ Data:     data/captions.jsonl with {"image": PATH, "caption": TEXT}, data/conver
 Plan:     python -m megajax.plan --config=llava.py --devices=h100:8
 Run:      python -m megajax.train --config=llava.py:llava_7b_projector
 Laptop:   python -m megajax.train --config=llava.py:debug
-Hardware: one host of 8 GPUs with 80 GB. Planned for virtual H100s by formula, not run on one
+Hardware: one host of 8 GPUs with 80 GB. Compiled for virtual H100s, not run on one
 """
 
 from dataclasses import replace

@@ -7,7 +7,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=olmo2.py:olmo2_32b --devices=h100:256
 Run:      python -m megajax.train --config=olmo2.py                         (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=olmo2.py:debug --devices=cpu:8
-Hardware: each size names its own. Compiled for virtual H100s, 68.1 and 54.5 of 72.9 GiB; not run
+Hardware: each size names its own. Compiled for virtual H100s, not run
 """
 
 import megajax as mj

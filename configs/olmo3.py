@@ -8,7 +8,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=olmo3.py --devices=h100:128
 Run:      python -m megajax.train --config=olmo3.py                  (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=olmo3.py:debug --devices=cpu:8
-Hardware: 128 H100. Compiled for virtual H100s, 52.3 of 72.9 GiB; not run
+Hardware: 128 H100. Compiled for virtual H100s, not run
 """
 
 from dataclasses import replace

@@ -8,7 +8,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=phi.py --devices=h100:32
 Run:      python -m megajax.train --config=phi.py                (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=phi.py:debug --devices=cpu:8
-Hardware: 32 H100. Compiled for virtual H100s, 61.4 of 72.9 GiB; not run
+Hardware: 32 H100. Compiled for virtual H100s, not run
 """
 
 import megajax as mj

@@ -7,8 +7,8 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
               --vocab-file=data/vocab.txt --split-sentences
 Run:      python -m megajax.train --config=t5.py                            (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=t5.py:debug
-Hardware: each size names its own; t5_base and t5_11b were compiled (docs/layouts.md), t5_v1_1_xxl
-          too (56.6 of 72.9 GiB). Not yet run on GPUs. Layouts have no pipeline: its stages cut one stack of layers
+Hardware: each size names its own; t5_base, t5_11b and t5_v1_1_xxl were compiled for virtual H100s. Not
+          yet run on GPUs. Layouts have no pipeline: its stages cut one stack of layers
 """
 
 from dataclasses import replace
