@@ -35,8 +35,7 @@ def debug() -> mj.RunConfig:
 
 def nemotron_h_8b() -> mj.RunConfig:
     """52 layers, 4 of them attention. 32 GPUs with 80 GB: tensor 2 x data 16."""
-    run = mj.own_text("nemotron_h_8b", mj.nemotron_h("8b"), **SETTINGS)
-    return mj.on_layout(run, _tensor(2), "none")
+    return mj.own_text("nemotron_h_8b", mj.nemotron_h("8b"), parallel=_tensor(2), **SETTINGS)
 
 
 def nemotron_h_56b() -> mj.RunConfig:

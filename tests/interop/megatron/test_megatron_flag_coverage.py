@@ -44,7 +44,7 @@ def test_no_row_is_lost() -> None:
     kinds = [type(row.fate) for row in FLAGS.values()]
     assert len(FLAGS) == len(ROWS), "a flag has two rows"
     assert len(spellings(FLAGS.values())) == len(FLAGS) + sum(len(row.also) for row in FLAGS.values())
-    assert [kinds.count(kind) for kind in (Mapped, Unnecessary, Noted, Refused)] == [298, 436, 9, 251]
+    assert [kinds.count(kind) for kind in (Mapped, Unnecessary, Noted, Refused)] == [299, 435, 9, 251]
     assert sum(len(row.also) for row in FLAGS.values()) == 17
 
 
