@@ -2,7 +2,7 @@
 
 Run:      python -m megajax.train --config=quickstart.py
 Hardware: 2 CPU cores, 0.9 GB of memory
-Time:     2 minutes, more if the cores have other work
+Time:     a minute or two, more if the cores have other work
 Expect:   loss from 5.56 to between 1.3 and 1.6 nats per byte, 1.4 to 1.7 on the validation split: Python versions have
           different standard libraries
 """

@@ -52,8 +52,8 @@ def main(folder: Path, terminal: Path) -> None:
     block = excerpt(terminal.read_text(encoding="utf-8"))
     text = BLOCK.sub(lambda _: f"```\n{block}\n```\n", README.read_text(encoding="utf-8"))
     text = re.sub(r"!\[Report of this run: .*?, timeline", f"![Report of this run: {losses(block)}, timeline", text)
-    taken = re.search(r"wall time +(\S+)", terminal.read_text(encoding="utf-8"))
-    text = re.sub(r"\(\S+ in this run", f"({taken[1]} in this run", text) if taken else text
+    taken = re.search(r"goodput +\S+ of (.+?) in \d", terminal.read_text(encoding="utf-8"))  # as in the picture
+    text = re.sub(r"\([^(]+ in this run", f"({taken[1]} in this run", text) if taken else text
     README.write_text(text, encoding="utf-8")
     with Browser((folder / "report.html").resolve().as_uri(), window="1000,1010") as browser:
         browser.wait("document.readyState == 'complete' && document.querySelectorAll('svg').length > 1")
