@@ -295,12 +295,12 @@ def _matmuls(
 
 
 def _blocks(precision: PrecisionConfig, tensor: int, facts: Facts | None) -> list[tuple[str, str]]:
-    """Where blocks of weights lie on two devices."""
-    if not isinstance(precision.matmul, Fp8BlocksConfig) or tensor == 1 or facts is None:
+    """Where blocks of weights lie on two devices: the sides that `tensor` divides into parts of other sizes."""
+    if not isinstance(precision.matmul, Fp8BlocksConfig) or facts is None:
         return []
-    sides = dict.fromkeys(
-        f"{side.setting} ({side.size})" for side in facts.matmul_sides(tensor) if side.size % CODE_BLOCK
-    )
+    undivided = {(side.setting, side.size) for side in facts.matmul_sides(1)}
+    parts = dict.fromkeys((side.setting, side.size) for side in facts.matmul_sides(tensor))
+    sides = [f"{name} ({size})" for name, size in parts if size % CODE_BLOCK and (name, size) not in undivided]
     text = f"each device rounds whole matrices, as parts of these are no multiples of {CODE_BLOCK}: {', '.join(sides)}"
     return [("blocks", text)] if sides else []
 

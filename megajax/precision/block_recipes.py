@@ -119,7 +119,7 @@ class InBlocks:
         del amax
         unshared = [letter for letter in term if letter not in letters.summed() + letters.shared()]
         order = (*letters.shared(), *unshared, *letters.summed())
-        sides = x.shape
+        sizes = dict(zip(term, x.shape, strict=True))
         x = visible(x).transpose([term.index(letter) for letter in order])
         shared, dimensions = len(letters.shared()), len(order) - len(letters.summed())
         shape = (*x.shape[:dimensions], prod(x.shape[dimensions:]))
@@ -131,7 +131,6 @@ class InBlocks:
             return quantize(x, form, tiles=tiles, stochastic=self.stochastic and tensor == "dy")
 
         names = {letters.summed(), "".join(unshared)} if tiles else {letters.summed()}
-        sizes = dict(zip(term, sides, strict=True))
         whole = not _in_parts({group: prod(sizes[n] for n in group) for group in names}, form.size, self.sharding or ())
         blocks = (on_each_device(rounded) if whole else rounded)(x)
         return Rows(blocks._replace(codes=blocks.codes.reshape(shape)), form, tiles, whole)

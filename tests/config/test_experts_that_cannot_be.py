@@ -183,6 +183,10 @@ def test_the_banner_says_where_blocks_lie_on_two_devices():
     [(name, text)] = _blocks(blocks, 32, model)
     assert name == "blocks" and text.startswith("each device rounds whole matrices")
     assert text.endswith("no multiples of 128: stack.pattern.0.mlp.ffn (448)"), text
+    (block,) = model.stack.pattern
+    block = replace(block, mixer=replace(block.mixer, head_dim=128))
+    model = replace(model, hidden=4160, stack=replace(model.stack, pattern=(block,)))
+    assert not _blocks(blocks, 8, model), "tensor does not divide hidden"
 
 
 def test_the_banner_says_what_multiplies():
