@@ -28,6 +28,7 @@ from megajax.config.files import ROOT, Source, advised, assembled, find, functio
 from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import remedy
 from megajax.config.overrides import Mark, leaves, patch_of, plain_name
+from megajax.config.removed import removed
 from megajax.mesh.processes.world import (
     LOCAL_COUNT,
     StartError,
@@ -126,7 +127,7 @@ def parse(
         names = [*own_flags, "devices", "help"]
         foreign = corrections(settings, flags=names, takes_settings=False)
         unknown = [name for name in settings if name not in foreign]
-        problems += [Problem(f"--{name}", "no such flag", did_you_mean(name, names)) for name in unknown]
+        problems += [_unknown_flag(name, names) for name in unknown]
         problems += foreign.values()
     takes_file = with_config and base is None
     if source is not None and not takes_file:
@@ -264,6 +265,11 @@ def report(error: UserError) -> None:
 def _pop_flag(settings: dict[str, Any], name: str) -> str | None:
     value = settings.pop(name, None)
     return "" if value is Mark.BARE else None if value is None else str(value)
+
+
+def _unknown_flag(name: str, known: Iterable[str]) -> Problem:
+    message = removed(name)
+    return Problem(f"--{name}", message or "no such flag", "" if message else did_you_mean(name, known))
 
 
 def _flag_values(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

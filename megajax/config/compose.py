@@ -27,6 +27,7 @@ from megajax.config.overrides import (
     short_type,
 )
 from megajax.config.parse_scalar import Mismatch, Text, precedence, scalar
+from megajax.config.removed import removed
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
@@ -370,6 +371,8 @@ class _Builder:
         public = public_class(name)
         if public is not None and not field_types.misfit(public, annotation):
             return public
+        if message := removed(str(name)):
+            return self.fault(join(where, "type"), f"{name} {message}")
         class_names = [cls.__name__ for cls in members]
         completions = [cls for cls in class_names if cls.lower().startswith(name.lower())]
         hint = f"did you mean {either(completions)}?" if completions and name else did_you_mean(name, class_names)
@@ -423,7 +426,8 @@ class _Builder:
             hint = did_you_mean(leaf, candidates)
             if owners:
                 hint = f"a setting of {either(owners)}, but this is {cls.__name__}; add --{where}.type={owners[0]}"
-            self.fault(leaf, NO_SETTING, hint)
+            message = removed(leaf)
+            self.fault(leaf, message or NO_SETTING, "" if message else hint)
 
 
 def _read_yaml(text: str) -> Any:

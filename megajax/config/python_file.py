@@ -18,6 +18,7 @@ from megajax.config import field_types
 from megajax.config.class_references import USER_FILE, run_file, siblings_importable
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import did_you_mean, either
+from megajax.config.removed import removed
 
 MOST_OF_AN_ERROR = 300
 """Maximum characters of a user's error in messages."""
@@ -115,7 +116,8 @@ def _hint(error: BaseException, module: ModuleType | None) -> str:
     if isinstance(error, AttributeError) and field_types.is_config(error.obj):
         return did_you_mean(error.name or "", field_types.hints(type(error.obj)))
     if isinstance(error, AttributeError) and error.obj is megajax:
-        return did_you_mean(error.name or "", dir(megajax))
+        message = removed(error.name or "")
+        return f"{error.name} {message}" if message else did_you_mean(error.name or "", dir(megajax))
     if isinstance(error, NameError | ImportError):
         name = str(getattr(error, "name_from", None) or error.name)
         if name in ("mj", *dir(megajax)):
@@ -164,7 +166,9 @@ def wrong_calls(path: Path, place: str, root: type) -> Iterator[Problem]:
         arguments = [keyword.arg for keyword in call.keywords]
         for key in arguments:
             if key is not None and key not in settings:
-                yield Problem(line, f"{cls.__name__} has no setting {key}", _instead(key, cls, root))
+                message = removed(key)
+                hint = "" if message else _instead(key, cls, root)
+                yield Problem(line, f"{key} {message}" if message else f"{cls.__name__} has no setting {key}", hint)
         if call.args:
             message = f"{cls.__name__} takes its settings by name, {len(call.args)} given without"
             names = ", ".join(f"{name}=..." for name in [*settings][: len(call.args)])

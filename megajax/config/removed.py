@@ -1,0 +1,17 @@
+"""Names that the last version had. Each is refused with one sentence; the table leaves with the next release."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megajax.config.overrides import short_type
+
+REMOVED: Mapping[str, str] = MappingProxyType({})
+"""Setting (also below any parent), flag or class, with underscores -> the rest of the sentence."""
+
+
+def removed(name: str) -> str:
+    """What the table says of a setting, a flag or a class; "" if it says nothing."""
+    sentences = {short_type(key): sentence for key, sentence in REMOVED.items()}
+    parts = short_type(name).split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((sentences[end] for end in ends if end in sentences), "")

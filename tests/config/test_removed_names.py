@@ -1,0 +1,48 @@
+"""Settings, flags and classes that left are refused by name, wherever they are given, with exit code 2."""
+
+import pytest
+
+from megajax import train
+from megajax.config import ConfigError, UserError, load, removed
+from megajax.report import main as report
+
+SENTENCE = "was removed: the moon pulls well enough (tides=True)"
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    names = ("batch.tide", "tide_table", "TideConfig")
+    monkeypatch.setattr(removed, "REMOVED", dict.fromkeys(names, SENTENCE))
+
+
+def test_a_setting_on_the_command_line():
+    with pytest.raises(ConfigError, match="1 problem") as error:
+        train.main(["--config=quickstart.py", "--batch.tide=3"])
+    assert f"batch.tide: {SENTENCE}" in str(error.value) and error.value.code == 2
+
+
+def test_a_class_as_a_type():
+    for name in ("TideConfig", "tide"):
+        with pytest.raises(ConfigError, match=f"data.type: {name} was removed: the moon"):
+            load("quickstart.py", f"data.type={name}")
+
+
+def test_a_flag_of_a_verb_without_a_config():
+    with pytest.raises(ConfigError, match="--tide_table: was removed: the moon"):
+        report(["--tide-table=3"])
+
+
+def test_python_configs(tmp_path):
+    file = tmp_path / "mine.py"
+    for call in ("mj.RunConfig(data=mj.TideConfig())", "mj.RunConfig(batch=mj.BatchConfig(tide=3))"):
+        file.write_text(f"import megajax as mj\n\ndef config():\n    return {call}\n")
+        with pytest.raises(UserError, match=r"line 4: [\s\S]*was removed: the moon") as error:
+            load(str(file))
+        assert error.value.code == 2
+
+
+def test_every_removed_name_is_free():
+    """A name that has come back no longer was removed."""
+    from megajax import __dir__ as public_names
+
+    assert not set(removed.REMOVED) & set(public_names())
