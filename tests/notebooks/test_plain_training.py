@@ -1,0 +1,68 @@
+"""The plain script trains as `python -m megajax.train` does, to the last bit, and resumes from its checkpoints."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "notebooks" / "plain_training.py"
+LAYOUTS = {
+    "one device": ((), ("--devices=cpu:1",)),
+    "data 4 x tensor 2": (
+        ("--data", "4", "--tensor", "2"),
+        ("--devices=cpu:8", "--parallel.data=4", "--parallel.tensor=2", "--batch.micro_size=4"),
+    ),
+}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python as a user does: with the optimizations of LLVM, which the other tests leave out."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    words = [sys.executable, *command]
+    return subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=300)
+
+
+def plain(*arguments: str, folder: Path, code: int = 0) -> str:
+    done = run(str(SCRIPT), "--out", str(folder), *arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def losses(output: str) -> dict[int, np.float32]:
+    return {int(step): np.float32(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+),", output, re.M)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_losses_are_those_of_the_command(layout: str, tmp_path: Path) -> None:
+    of_script, of_command = LAYOUTS[layout]
+    settings = ("--steps=20", "--evaluation.every=none", "--evaluation.batches=0", "--checkpoint.every=none")
+    command = ("-m", "megajax.train", "--config=quickstart.py", f"--run_dir={tmp_path / 'run'}")
+    done = run(*command, *settings, *of_command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = {line["step"]: np.float32(line["loss"]) for line in lines if "split" not in line}
+    output = plain(*of_script, folder=tmp_path / "plain")
+    assert losses(output) == expected and len(expected) == 20
+    assert "\nclass " in output
+
+
+def test_it_resumes_with_the_same_losses_also_on_another_mesh(tmp_path: Path) -> None:
+    whole = losses(plain("--steps", "6", "--save-every", "3", folder=tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints" / "00000006")
+    assert "--resume" in plain("--steps", "6", folder=tmp_path, code=2)
+    other = shutil.copytree(tmp_path, tmp_path / "other")
+    assert losses(plain("--steps", "6", "--resume", folder=tmp_path)) == {step: whole[step] for step in (4, 5, 6)}
+    resumed = losses(plain("--steps", "6", "--resume", "--data", "2", "--tensor", "4", folder=other))
+    np.testing.assert_allclose(list(resumed.values()), [whole[step] for step in (4, 5, 6)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("arguments", [("--data", "3"), ("--tensor", "3"), ("--steps", "0"), ("--data", "0")])
+def test_wrong_numbers_are_refused_before_anything_is_built(arguments: tuple[str, str], tmp_path: Path) -> None:
+    assert f"{' '.join(arguments)}" in plain(*arguments, folder=tmp_path, code=2)
