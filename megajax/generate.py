@@ -14,7 +14,7 @@ from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
-from megajax.interop.origin import DRAFT_FLAGS, MODEL_FLAGS, Origin, draft_origin, generation_config, origin_of
+from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.processes.ray_pool import RayPool
 from megajax.mesh.processes.worker_pools import deferred_interrupts, in_order, parts_of
@@ -31,7 +31,6 @@ The flags after --stats control sampling and the end of an answer. docs/generate
 
 FLAGS = (
     *MODEL_FLAGS,
-    *DRAFT_FLAGS,
     Flag("prompt", str | None, help="a text to continue"),
     Flag("image", tuple[Path, ...], (), help="with --prompt: PNG or JPEG files, first or at each <image> in it"),
     Flag("prompts", Path | None, help="a file with one prompt per line, or .jsonl with prompt or messages"),
@@ -51,8 +50,6 @@ class Inputs(NamedTuple):
     flags: Mapping[str, Any]
     config: GenerationConfig
     sampling: Sampling
-    drafting: Origin | None
-    """Of the draft model."""
     prompts: Sequence[Any] | None
 
 
@@ -65,9 +62,7 @@ def main(argv: list[str]) -> int:
         return 0
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
-    equal = {
-        name: flags[name] for name in ("run", "hf", "adapter", "draft_run", "draft_hf", "ignore", "prompts", "chat")
-    }
+    equal = {name: flags[name] for name in ("run", "hf", "adapter", "ignore", "prompts", "chat")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     # Compiled programs that the log does not record are deleted at the next start.
     with (
@@ -89,21 +84,19 @@ def read(argv: list[str]) -> Inputs:
     """The settings and prompts of a command line."""
     command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
     flags, config = command.flags, command.config
-    sampling, drafting = sampling_of(flags), draft_origin(flags, config.inference)
+    sampling = sampling_of(flags)
     prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
     # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
     config = replace(config, inference=replace(config.inference, rows=rows))
-    return Inputs(flags, config, sampling, drafting, prompts)
+    return Inputs(flags, config, sampling, prompts)
 
 
 def open_engine(inputs: Inputs) -> tuple[Any, Any]:
     """The loaded model and its engine, in each process."""
     resolve("megajax.job.start.compile_cache:use_cache")(inputs.config.xla)
     loaded = resolve("megajax.interop.loading:load")(inputs.config, origin_of(inputs.flags))
-    draft = inputs.drafting and resolve("megajax.interop.draft_model:load_draft")(loaded, inputs.drafting)
-    rows = inputs.config.inference.rows
-    return loaded, resolve("megajax.interop.loading:start_engine")(loaded, queue=rows, draft=draft)
+    return loaded, resolve("megajax.interop.loading:start_engine")(loaded, queue=inputs.config.inference.rows)
 
 
 def session_of(inputs: Inputs, loaded: Any, engine: Any) -> Any:

@@ -12,15 +12,7 @@ from megajax.config.files import Source
 from megajax.config.optional_packages import require
 from megajax.inference.server.adapter_flags import named_folders, with_slots
 from megajax.inference.server.config import Access, ServingConfig
-from megajax.interop.origin import (
-    DRAFT_FLAGS,
-    MODEL_FLAGS,
-    draft_origin,
-    folder_pooling,
-    folder_sampling,
-    generation_config,
-    origin_of,
-)
+from megajax.interop.origin import MODEL_FLAGS, folder_pooling, folder_sampling, generation_config, origin_of
 from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla_options import set_process
 
@@ -30,7 +22,6 @@ and a web page to try prompts.
   python -m megajax.serve --run=runs/a
   python -m megajax.serve --hf=DIR --adapter=DIR --port=8000 --inference.rows=64
   python -m megajax.serve --hf=DIR --adapters=law=DIR,code=DIR --inference.adapter_rank=32
-  python -m megajax.serve --hf=DIR --draft-hf=DIR --inference.speculate=4
   python -m megajax.serve --run=runs/a --host=0.0.0.0 --api-key-file=keys.txt
 
 A model larger than one machine is served by several processes, which are started with the same command each: by srun,
@@ -39,7 +30,6 @@ mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags 
 On SIGTERM, the server finishes running requests first. docs/serving.md describes routes, limits and metrics."""
 FLAGS = (
     *MODEL_FLAGS,
-    *DRAFT_FLAGS,
     Flag(
         "adapters",
         tuple[str, ...],
@@ -65,12 +55,11 @@ def main(argv: list[str]) -> int:
     )
     flags, adapters = command.flags, named_folders(command.flags["adapters"])
     config = with_slots(command.config, len(adapters))
-    draft_origin(flags, config.inference)
     for package in ("starlette", "uvicorn"):
         require(package, "The server")
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
-    equal = {name: flags[name] for name in ("run", "hf", "adapter", "draft_run", "draft_hf", "ignore")}
+    equal = {name: flags[name] for name in ("run", "hf", "adapter", "ignore")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     # Compiled programs that the log does not record are deleted at the next start.
     with (
@@ -92,17 +81,13 @@ def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str
     resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     origin = origin_of(flags)
     loaded = resolve("megajax.interop.loading:load")(config, origin)
-    start_engine, load_draft = (
-        resolve(f"megajax.interop.{name}") for name in ("loading:start_engine", "draft_model:load_draft")
-    )
-    drafting = draft_origin(flags, config.inference)
-    engine = start_engine(loaded, queue=config.server.queue, draft=drafting and load_draft(loaded, drafting))
+    engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=config.server.queue)
     if serving is None:
         return processes.follow(engine.device)
     processes.lead(engine.device, config.server.stall_seconds)
     reader = resolve("megajax.interop.loading:adapter_reader")(loaded, origin) if config.inference.adapters else None
     weights = resolve("megajax.interop.loading:weight_reader")(loaded, origin) if config.server.control else None
-    # The engine may release its weights, also those of a draft model.
+    # The engine may release its weights.
     loaded = loaded.without_weights()
     folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
     return serving.run(

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.programs import CacheSize, Programs
+from megajax.inference.loaded_model import CacheSize, LoadedModel
+from megajax.inference.programs import Programs
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import Observation, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
@@ -91,15 +91,15 @@ def programs_of(
     snapshots: int = 0,
     dtype: str = "float32",
     kernel: Any = "tiled",
-    drafting: Any = lambda size, **settings: None,
+    heads: Any = lambda size, **settings: None,
 ) -> Programs:
     """Steps of this many rows and as many slots. chunks: tokens of prompts, 0 for steps without one; tile: 0 for one
-    prompt a step. drafting: makes the drafts, from the same settings."""
+    prompt a step. heads: makes those that draft, from the same settings."""
     tiles = [(chunk // (tile or chunk), tile or chunk) if chunk else (0, 0) for chunk in chunks]
     buckets = [Bucket(rows, *shape, drafts) for shape in tiles]
     size = CacheSize(blocks=blocks, block=block, slots=rows, snapshots=snapshots)
     settings: Any = {"buckets": buckets, "length": length, "dtype": dtype, "kernel": kernel}
-    return Programs(model, size, choosers=choosers, drafting=drafting(size, **settings), **settings)
+    return Programs(model, size, choosers=choosers, heads=heads(size, **settings), **settings)
 
 
 def step_logits(programs: Programs, work: abc.Sequence[Step]) -> list[tuple[Row, int, np.ndarray]]:

@@ -10,7 +10,7 @@ import megajax as mj
 from megajax.inference.assembly import make_engine
 from megajax.inference.completion import complete
 from megajax.inference.config import Drafts, InferenceConfig
-from megajax.inference.loaded_model import Draft, LoadedModel
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.loading import model_on_mesh
 from megajax.inference.sampling_settings import Sampling
 from megajax.mesh.config import ParallelConfig
@@ -24,29 +24,21 @@ PROMPTS = ("import ", "def __init__(self, ", "    for name in ", "class Error(",
 def drafting(*, steps: int = 100) -> dict[str, Any]:
     """Steps and processor seconds for each token of an answer, one request at a time, on one device.
 
-    A byte model of 0.9 million weights (quickstart.py) with a head of multi-token prediction besides, and a draft model
-    of 0.1 million, train for some steps each. The tokens must be equal with and without drafts, with temperature 0 and
-    1.
+    A byte model of 0.9 million weights (quickstart.py) with a head of multi-token prediction besides trains for some
+    steps. The tokens must be equal with and without drafts, with temperature 0 and 1.
 
-    none    no drafts
-    text    drafts of 4 tokens from the text of the request
-    model   drafts of 4 tokens by the small model
-    head    drafts of a token by the head
-    again   drafts of 4 tokens by the head, from its own states after the first
-    itself  drafts of 4 tokens by the model itself, all of which are accepted
+    none   no drafts
+    text   drafts of 4 tokens from the text of the request
+    head   drafts of a token by the head
+    again  drafts of 4 tokens by the head, from its own states after the first
     """
     cfg = mj.load("quickstart.py", "evaluation.every=none", "checkpoint.every=none", f"steps={steps}")
-    block = replace(cfg.model.stack.pattern[0], mlp=mj.GatedMLPConfig(ffn=192))
-    small = replace(cfg.model, hidden=64, stack=mj.StackConfig(pattern=(block,), repeats=2))
     model = trained(cfg.but(model=replace(cfg.model, prediction=mj.PredictionConfig())))
-    draft = trained(cfg.but(model=small))
-    kinds: dict[str, tuple[int, LoadedModel | None, Drafts]] = {
-        "none": (0, None, "text"),
-        "text": (SPECULATE, None, "text"),
-        "model": (SPECULATE, draft, "text"),
-        "head": (1, None, "mtp"),
-        "again": (SPECULATE, None, "mtp"),
-        "itself": (SPECULATE, model, "text"),
+    kinds: dict[str, tuple[int, Drafts]] = {
+        "none": (0, "text"),
+        "text": (SPECULATE, "text"),
+        "head": (1, "mtp"),
+        "again": (SPECULATE, "mtp"),
     }
     runs = {name: measured(model, *kind) for name, kind in kinds.items()}
     tokens = [run.pop("tokens") for run in runs.values()]
@@ -62,19 +54,11 @@ def trained(cfg: mj.RunConfig) -> LoadedModel:
     return model_on_mesh(cfg.model, run.state.inputs, parallel, run.mesh, precision, {})
 
 
-def measured(model: LoadedModel, count: int, draft: LoadedModel | None, drafts: Drafts) -> dict[str, Any]:
+def measured(model: LoadedModel, count: int, drafts: Drafts) -> dict[str, Any]:
     """Figures by temperature, and the tokens. All programs that are used are compiled before."""
     config = InferenceConfig(rows=2, compute="float32", speculate=count, drafts=drafts, chunk=32)
-    tokenizer = ByteTokenizerConfig().build()
-    engine = make_engine(
-        model,
-        config,
-        tokenizer,
-        end_tokens=(),
-        length=model.cfg.row_positions(),
-        queue=1,
-        draft=None if draft is None else Draft(draft, "trained here"),
-    )
+    tokenizer, length = ByteTokenizerConfig().build(), model.cfg.row_positions()
+    engine = make_engine(model, config, tokenizer, end_tokens=(), length=length, queue=1)
     figures: dict[str, Any] = {"tokens": []}
     for temperature in (0.0, 1.0):
         sampling = Sampling(max_tokens=ANSWER, temperature=temperature, seed=5, ignore_eos=True)

@@ -308,11 +308,9 @@ ROWS = (
         note="a share of the memory that the weights leave; of all memory there"),
     Row("kv_cache_dtype", "inference.cache_dtype", "fp8_e4m3=fp8 auto=none"),
     Row("num_speculative_tokens speculative_num_draft_tokens prompt_lookup_num_tokens", "inference.speculate",
-        note="drafts from the text of the request, by the model of --draft-hf, or with inference.drafts=mtp by the "
-        "model's heads"),
-    Row("speculative_config", note="--inference.speculate=4 --draft-hf=DIR: drafts by a model; --inference.drafts=mtp: "
-        "by the model's heads; without them, from the text of the request"),
-    Row("speculative_model draft_model", flags="draft_hf"),
+        note="drafts from the text of the request, or with inference.drafts=mtp by the model's heads"),
+    Row("speculative_config", note="--inference.speculate=4: drafts from the text of the request, or with "
+        "--inference.drafts=mtp by the model's heads"),
     Row("served_model_name", "server.name"),
     Row("lora_modules", flags="adapters"),
     Row("max_loras", "inference.adapters"),

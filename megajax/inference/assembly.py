@@ -21,22 +21,21 @@ from megajax.inference.encoder.encoder_device import EncoderDevice
 from megajax.inference.encoder.encoder_programs import EncoderPrograms
 from megajax.inference.engine import Engine
 from megajax.inference.images.image_states import image_leaves
-from megajax.inference.loaded_model import Draft, LoadedModel, layers_apart
+from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart
 from megajax.inference.loading import model_on_mesh
-from megajax.inference.programs import CacheSize, Programs, like_cache
+from megajax.inference.programs import Programs
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
-from megajax.inference.speculation.draft_model import DraftModel
 from megajax.inference.speculation.earlier_text import EarlierText
-from megajax.inference.speculation.prediction_heads import PredictionHeads, heads_alone
+from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads, heads_alone
 from megajax.inference.step_arrays import buckets_up_to
 from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.attention.config import AttentionConfig
-from megajax.layers.cache_spec import EIGHT_BIT, stored_leaves
+from megajax.layers.cache_spec import EIGHT_BIT, CacheLeaf, stored_leaves
 from megajax.layers.moe.config import MoEConfig
-from megajax.mesh.config import BATCH_AXES, DATA_AXES, ParallelConfig, devices_over
+from megajax.mesh.config import DATA_AXES, ParallelConfig, devices_over
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes.peers import Peers
 from megajax.models.decoder.config import DecoderConfig
@@ -65,16 +64,14 @@ def make_engine(
     length: int,
     queue: int,
     answer_start: tuple[int, ...] = (),
-    draft: Draft | None = None,
     each_process: bool = False,
 ) -> Engine:
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests; answer_start: as in `Engine`; draft: the model that makes the drafts, None: `config.drafts` does;
-    each_process: all processes have such an engine and give it the same requests, instead of one that leads. Raises
-    UserError if there is no memory for the cache, if a layer cannot take back the tokens of a draft, and for drafts by
-    heads that the model lacks.
+    requests; answer_start: as in `Engine`; each_process: all processes have such an engine and give it the same
+    requests, instead of one that leads. Raises UserError if there is no memory for the cache, if a layer cannot take
+    back the tokens of a draft, and for drafts by heads that the model lacks.
     """
     least = 2
     if config.equal_to_training:
@@ -82,32 +79,28 @@ def make_engine(
         least, config = EQUAL_ROWS, replace(config, kernel="fixed", rows=max(EQUAL_ROWS, config.rows))
     dtype = config.cache_dtype or config.compute
     vocabulary, chunk = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size), min(config.chunk, length)
+    tensor, invariant = model.mesh.shape["tensor"], config.batch_invariant
     # A recurrence runs over a whole prompt, and an encoder reads the text of one.
-    tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(model.mesh.shape["tensor"]))
+    tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(tensor))
     tile = min(TILE, chunk) if tiled else chunk
-    invariant, beside, drafting = config.batch_invariant, drafting_model(model, config, draft), None
     shapes: Any = {"drafts": config.speculate, "invariant": invariant, "least": least}
     buckets = buckets_up_to(max(2, config.rows), chunk, tile, **shapes)
-    size = cache_size(config, length, (model, *(() if beside is None else (beside,))), dtype)
-    model = for_steps(model)
-    if beside is not None:
+    predicting = heads_alone(model.cfg, config.speculate) if config.drafts == "mtp" else None
+    size = cache_size(config, length, model, dtype, () if predicting is None else predicting.cache_leaves(tensor))
+    model, heads, settings = for_steps(model), None, {"length": length, "dtype": dtype}
+    if predicting is not None:
         # Rows have drafts in almost all steps.
         buckets = tuple(bucket for bucket in buckets if bucket.drafts)
-        settings: Any = {"buckets": buckets, "vocabulary": vocabulary, "length": length, "dtype": dtype}
-        settings["kernel"] = choose_kernel(config.kernel, beside.cfg, config.compute, dtype)
-        if draft is None:
-            drafting = PredictionHeads(model, size, **settings)
-        else:
-            drafting = DraftModel(draft._replace(model=for_steps(draft.model)), size, **settings)
+        kernel = choose_kernel(config.kernel, predicting, config.compute, dtype)
+        heads = PredictionHeads(model, size, buckets=buckets, vocabulary=vocabulary, kernel=kernel, **settings)
     programs = Programs(
         model,
         size,
         buckets=buckets,
         choosers=choosers(vocabulary, invariant=invariant),
-        length=length,
-        dtype=dtype,
         kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype),
-        drafting=drafting,
+        heads=heads,
+        **settings,
     )
     whitespace = config.json_whitespace
     guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens, whitespace=whitespace)
@@ -124,7 +117,7 @@ def make_engine(
         look_ahead=config.look_ahead,
         # Processes that follow would keep theirs.
         weights=ModelWeights(programs) if each_process or not model.mesh.is_multi_process else None,
-        drafter=EarlierText if drafting is None else drafting.drafter,
+        drafter=EarlierText if heads is None else FromStep,
     )
 
 
@@ -149,16 +142,6 @@ def demand_equality(model: LoadedModel, config: InferenceConfig) -> None:
         problems.append("in float32, the softmax over experts has other bits in steps of few tokens: use bfloat16")
     if problems:
         raise UserError("\n  ".join(["inference.equal_to_training=true:", *problems]))
-
-
-def drafting_model(model: LoadedModel, config: InferenceConfig, draft: Draft | None) -> LoadedModel | None:
-    """The model whose layers draft: `draft`, or the heads of the model; None if drafts come from the text.
-
-    Raises UserError if there are no heads.
-    """
-    if draft is not None or config.drafts == "text":
-        return None if draft is None else draft.model
-    return replace(model, cfg=heads_alone(model.cfg, config.speculate))
 
 
 def encoder_engine(
@@ -192,32 +175,30 @@ def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored:
     return choose_paged(kernel, requests, local_device(), "inference.kernel").kernel
 
 
-def cache_size(config: InferenceConfig, length: int, models: Sequence[LoadedModel], dtype: str) -> CacheSize:
+def cache_size(
+    config: InferenceConfig, length: int, model: LoadedModel, dtype: str, of_heads: Sequence[CacheLeaf] = ()
+) -> CacheSize:
     """The cache of each replica: as configured, or as large as fits beside the weights.
 
-    length: most tokens of a row; models: those on a mesh whose caches have the same blocks, the draft model last.
-    Raises UserError where that is less than a block.
+    length: most tokens of a row; of_heads: leaves of the cache of heads, which has as many blocks. Raises UserError
+    where that is less than a block.
     """
     rows, needed = max(2, config.rows), max(2, config.rows) * -(-length // config.block)
-    cfg, plan = models[0].cfg, models[0].layout.plan
-    states = any(leaf.per == "row" for leaf in cfg.cache_leaves(plan.tensor))
+    cfg, tensor = model.cfg, model.layout.plan.tensor
+    states = any(leaf.per == "row" for leaf in cfg.cache_leaves(tensor))
     # The memory of an encoder belongs to a request.
     snapshots = config.snapshots if states and not cfg.memory_length() else 0
     size = CacheSize(blocks=needed, block=config.block, slots=rows, snapshots=snapshots)
     if config.cache_tokens is not None:
         return replace(size, blocks=config.cache_tokens // config.block)
-    mesh, bytes_of = models[0].mesh, {"token": 0, "row": 0}
-    for number, model in enumerate(models):
-        # Draft models read no images.
-        cfg, drafts = model.cfg, 0 if number else config.speculate
-        leaves = (*cfg.cache_leaves(model.layout.plan.tensor, drafts), *(() if number else image_leaves(cfg)))
-        replicas = devices_over(mesh.shape, BATCH_AXES)
-        like = like_cache(leaves, replace(size, blocks=1), dtype, mesh, model.layout, replicas)
+    bytes_of = {"token": 0, "row": 0}
+    for leaves in ((*cfg.cache_leaves(tensor, config.speculate), *image_leaves(cfg)), of_heads):
+        like = model.like_cache(leaves, replace(size, blocks=1), dtype)
         for leaf in stored_leaves(leaves, dtype):
             bytes_of[leaf.per] += shard_bytes(like[leaf.name])
     if not bytes_of["token"]:
         return size
-    free = least_free_memory(mesh)
+    free = least_free_memory(model.mesh)
     usable = free.bytes * (config.memory_share if free.from_devices else CPU_SHARE) - bytes_of["row"]
     blocks = int(usable // bytes_of["token"])
     if blocks < 1:

@@ -60,11 +60,10 @@ class InferenceConfig:
     """For models with a state per request (Mamba): number of states that are kept, on each replica, at the ends of
     prompts and where they part, so that a prompt that begins like another one is computed from there on. 0: none."""
     speculate: int = 0
-    """Speculative decoding: a step verifies up to this many tokens for each request. With --draft-run or --draft-hf, a
-    smaller model drafts them; else `drafts` says what does. The answers are the same, in fewer steps if drafts are
-    right. 0: none."""
+    """Speculative decoding: a step verifies up to this many tokens for each request, which `drafts` gives. The
+    answers are the same, in fewer steps if drafts are right. 0: none."""
     drafts: Drafts = "text"
-    """Without a draft model: text: the tokens that followed the request's last ones where they occurred before. mtp: by
+    """text: the tokens that followed the request's last ones where they occurred before. mtp: by
     the model's heads of multi-token prediction; further tokens than they predict by its last head again."""
     warm_up: bool = True
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""

@@ -99,7 +99,7 @@ class ModelStep:
         needed = max(program_of(row) for step in work if step is not None for row, _ in step.parts())
         chooser = next(chooser for chooser in device.choosers if chooser.program >= needed)
         chosen = programs.choose(step, chooser, chooser.inputs(work, step.bucket))
-        self._drafts = programs.following if step.drafts is None else step.drafts
+        self._drafts = programs.following
         prompts = [row for step in work if step is not None for row, _, _ in step.prompts]
         scores: PromptScores | None = None
         if any(row.unscored for row in prompts):
@@ -110,11 +110,11 @@ class ModelStep:
         self._chosen = chosen, scores, sums
 
     def results(self) -> list[list[Sampled]]:
-        step, embedder, drafting = self._step, self._device.embedder, self._device.programs.drafting
+        step, embedder, heads = self._step, self._device.embedder, self._device.programs.heads
         (chosen, scores, sums), drafts = jax.device_get((self._chosen, self._drafts))
         results = list[list[Sampled]]()
-        if drafting is not None:
-            drafting.receive(self._work, step.bucket, drafts, chosen.token)
+        if heads is not None:
+            heads.receive(self._work, step.bucket, drafts)
         for replica, part in enumerate(self._work):
             rows = [] if part is None else [row for row, _ in part.parts()]
             results.append([_row(row, chosen, step.row(replica, number)) for number, row in enumerate(rows)])

@@ -1,9 +1,9 @@
-"""A model on a mesh with the weights that its steps use."""
+"""A model on a mesh with the weights that its steps use, and the shapes of its cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,30 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
+from megajax.layers.cache_spec import CacheLeaf, stored_leaves
 from megajax.layers.decoding import LayerLoop, rolled, unrolled
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.param import Observation, bind, specs
+from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.mesh.layout import Layout
 from megajax.models.facts import facts_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """Size of a replica's cache."""
+
+    blocks: int
+    block: int
+    """Tokens of a block."""
+    slots: int
+    """Maximum number of rows that run at the same time."""
+    snapshots: int = 0
+    """Number of states of rows at the ends of prefixes, in slots after those of rows."""
+
+    def tokens(self) -> int:
+        """Tokens in all blocks."""
+        return self.blocks * self.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +78,29 @@ class LoadedModel:
         stored = sum(prod(array.shape) for array in jax.tree.leaves(self.weights))
         return stored if facts is None else facts.parameter_count().total
 
+    @property
+    def replicas(self) -> int:
+        """Number of replicas, each with its own rows and cache."""
+        return devices_over(self.mesh.shape, BATCH_AXES)
 
-class Draft(NamedTuple):
-    """A model that drafts the tokens of another one, on the same mesh."""
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """The layout of an array with these logical axes in a step."""
+        return NamedSharding(self.mesh, self.layout.plan.compute.spec(axes))
 
-    model: LoadedModel
-    where: str
-    """The source of the weights, for messages."""
+    def like(self, count: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """The shape of an array [count, ...] of each replica, all concatenated."""
+        sharding = self.sharding("batch", *[None] * len(shape))
+        return jax.ShapeDtypeStruct((self.replicas * count, *shape), dtype, sharding=sharding)
+
+    def like_cache(self, leaves: Sequence[CacheLeaf], size: CacheSize, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a cache, by name of the leaf; dtype as in `stored_leaves`."""
+        cache = {}
+        for leaf in stored_leaves(leaves, dtype):
+            first = (size.blocks, size.block) if leaf.per == "token" else (size.slots + size.snapshots,)
+            shape = (leaf.layers, self.replicas * first[0], *first[1:], *leaf.shape)
+            sharding = self.sharding(None, "batch", *[None] * (len(first) - 1), *leaf.axes)
+            cache[leaf.name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        return cache
 
 
 def layers_apart(loaded: LoadedModel) -> LoadedModel:

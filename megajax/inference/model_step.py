@@ -4,18 +4,14 @@ A step may be dispatched before the host knows the tokens that the previous one 
 token of each slot, and puts it in the place of `AWAITED`.
 """
 
-from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from megajax.batch import Params
 from megajax.inference.images.image_states import IMAGES, with_images
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.request import Drafter, Step
 from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import CacheLeaf
@@ -43,7 +39,7 @@ class StepOutput(NamedTuple):
     prompts: Array
     """[chunk, 1, D]: output of the stack for the prompts' tokens; empty in steps without a prompt."""
     states: Array | None = None
-    """[T, 1, D]: output of the stack for all tokens, if drafts are made from it."""
+    """[T, 1, D]: output of the stack for all tokens, if heads draft."""
 
 
 def step_rows(
@@ -61,6 +57,11 @@ def step_rows(
         loop=loaded.loop,
         columns=None if loaded.adapters is None else loaded.adapters.columns(arrays.adapters),
     )
+
+
+def step_context(positions: Array, rows: StepRows) -> Context:
+    """The context of a step. positions: int32 [T, 1]."""
+    return Context(positions, jnp.zeros(1, jnp.int32), rows=rows)
 
 
 def copied_states(
@@ -86,8 +87,7 @@ def step_output(
 ) -> tuple[StepOutput, Cache]:
     """The output of a step, with `StepOutput.states` on request, and the cache with its tokens."""
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
-    ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
-    ctx = with_images(layout, ctx, cache, arrays.images, arrays.rotary)
+    ctx = with_images(layout, step_context(arrays.positions, rows), cache, arrays.images, arrays.rotary)
     others = {name: cache[name] for name in OTHERS & cache.keys()}
     x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
 
@@ -142,7 +142,7 @@ class Chooser(Protocol):
     """A way to choose the next tokens; hashable."""
 
     def like(self, choices: int) -> Any:
-        """A pytree of its input arrays [choices, ...], as jax.ShapeDtypeStruct; choices: of all replicas."""
+        """A pytree of its input arrays [choices, ...], as jax.ShapeDtypeStruct; choices: of a replica."""
         ...
 
     def __call__(self, layout: Layout, logits: Array, tokens: Array, inputs: Any) -> Any:
@@ -158,69 +158,4 @@ class Scorer(Protocol):
 
         model: a `megajax.models.protocol.GeneratingModel`.
         """
-        ...
-
-
-class Drafting(Protocol):
-    """Makes the drafts of all rows: before a step, or after it for the next one."""
-
-    weights: dict[str, Any]
-    """Its own; empty while they are elsewhere."""
-
-    @property
-    def drafter(self) -> Callable[[int], Drafter]:
-        """Makes that of a sequence, from the maximum number of tokens of a draft."""
-        ...
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether it reads `StepOutput.states`."""
-        ...
-
-    @property
-    def where(self) -> str | None:
-        """The source of its weights; None for those of the model."""
-        ...
-
-    @property
-    def leaves(self) -> abc.Sequence[CacheLeaf]:
-        """Those of its cache, which has the same blocks."""
-        ...
-
-    @property
-    def cache(self) -> Cache:
-        """The arrays of its cache; created when first used."""
-        ...
-
-    def drop_cache(self) -> None:
-        """Release the memory of its cache."""
-        ...
-
-    def summary(self) -> str:
-        """Who drafts, for the banner."""
-        ...
-
-    def needed(self) -> abc.Sequence[tuple[str, Callable[[], object]]]:
-        """The name of each of its programs, and how to compile it."""
-        ...
-
-    def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket, arrays: StepArrays) -> Any:
-        """What it reads beside the arrays of a step: a tree of arrays on the host."""
-        ...
-
-    def draft(self, bucket: Bucket, arrays: StepArrays, inputs: Any) -> tuple[StepArrays, Array | None]:
-        """Before a step: its arrays with the tokens of drafts, and these int32 [R, K], replicated on the devices; None
-        if rows have them."""
-        ...
-
-    def follow(self, weights: Params, output: StepOutput, chosen: Array) -> Array | None:
-        """After a step: the drafts for the next one, int32 [R, K], replicated; None if they are made before it.
-
-        weights: the model's; chosen: int32 [R * (1 + K)], the chosen tokens.
-        """
-        ...
-
-    def receive(self, work: abc.Sequence[Step | None], bucket: Bucket, drafts: np.ndarray, chosen: np.ndarray) -> None:
-        """Give the rows of a step the drafts of `draft` or `follow`. chosen [R * (1 + K)]: the tokens after each of the
-        step's."""
         ...

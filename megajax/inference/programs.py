@@ -12,7 +12,6 @@ The cache is a pool of blocks for tokens, and slots for rows. Each leaf that mix
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.images.image_states import (
@@ -32,12 +30,11 @@ from megajax.inference.images.image_states import (
     state_index,
     written,
 )
-from megajax.inference.loaded_model import LoadedModel
+from megajax.inference.loaded_model import CacheSize, LoadedModel
 from megajax.inference.model_step import (
     STATES,
     TOKENS,
     Chooser,
-    Drafting,
     Scorer,
     StepOutput,
     copied_states,
@@ -48,6 +45,7 @@ from megajax.inference.model_step import (
     with_chosen,
 )
 from megajax.inference.request import Announced, ImageInput, Sequence, Step
+from megajax.inference.speculation.prediction_heads import PredictionHeads
 from megajax.inference.step_arrays import (
     COPIES,
     Bucket,
@@ -58,49 +56,17 @@ from megajax.inference.step_arrays import (
     chosen_slots,
     joined,
     lengths_up_to,
+    like_arrays,
     pack,
     slot_pairs,
     starting_rows,
     texts_of,
 )  # fmt: skip
 from megajax.kernels.paged.capability import PagedKernel
-from megajax.layers.cache_spec import CacheLeaf, stored_leaves
+from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows
 from megajax.layers.param import Adapter, specs
-from megajax.mesh.config import BATCH_AXES, devices_over
-from megajax.mesh.layout import Layout
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheSize:
-    """Size of a replica's cache."""
-
-    blocks: int
-    block: int
-    """Tokens of a block."""
-    slots: int
-    """Maximum number of rows that run at the same time."""
-    snapshots: int = 0
-    """Number of states of rows at the ends of prefixes, in slots after those of rows."""
-
-    def tokens(self) -> int:
-        """Tokens in all blocks."""
-        return self.blocks * self.block
-
-
-def like_cache(
-    leaves: abc.Sequence[CacheLeaf], size: CacheSize, dtype: str, mesh: Mesh, layout: Layout, replicas: int
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the cache, by name of the leaf; dtype as in `stored_leaves`."""
-    cache = {}
-    for leaf in stored_leaves(leaves, dtype):
-        first = (size.blocks, size.block) if leaf.per == "token" else (size.slots + size.snapshots,)
-        shape = (leaf.layers, replicas * first[0], *first[1:], *leaf.shape)
-        axes = (None, "batch", *[None] * (len(first) - 1), *leaf.axes)
-        sharding = NamedSharding(mesh, layout.plan.compute.spec(axes))
-        cache[leaf.name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-    return cache
 
 
 class Dispatched(NamedTuple):
@@ -109,8 +75,6 @@ class Dispatched(NamedTuple):
     bucket: Bucket
     slots: np.ndarray
     """int32 [replicas * bucket.rows]: the slots of its rows."""
-    drafts: Any = None
-    """As `Drafting.draft` gives them."""
 
     def row(self, replica: int, number: int) -> int:
         """The index of a row among the choices, by its index in `Step.parts`; those after its draft follow."""
@@ -130,40 +94,39 @@ class Programs:
         length: int,
         dtype: str,
         kernel: PagedKernel,
-        drafting: Drafting | None = None,
+        heads: PredictionHeads | None = None,
     ):
-        """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache; drafting: None if drafts
-        come from the text."""
+        """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache; heads: those that
+        draft."""
         self.loaded, self.size, self.buckets = loaded.described(), size, tuple(buckets)
-        self.length, self.kernel, self.drafting = length, kernel, drafting
+        self.length, self.kernel, self.heads = length, kernel, heads
         self.choosers = tuple(choosers)
         self.weights = dict(loaded.weights)
         """Those of `loaded`, with the adapters that were loaded since; empty while they are elsewhere."""
-        shape = loaded.mesh.shape
-        self.replicas = devices_over(shape, BATCH_AXES)
-        self.images = image_input(loaded.cfg)
+        self.replicas, self.images = loaded.replicas, image_input(loaded.cfg)
         self.leaves: tuple[CacheLeaf, ...] = (
-            *loaded.cfg.cache_leaves(shape["tensor"], self.drafts),
+            *loaded.cfg.cache_leaves(loaded.mesh.shape["tensor"], self.drafts),
             *image_leaves(loaded.cfg),
             TOKENS,
         )
         self._image_pool = None if self.images is None else ImagePool(self.images)
         self.width = -(-length // size.block)
-        self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
+        self.cache_like = loaded.like_cache(self.leaves, size, dtype)
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
         self.compiled: dict[Any, jax.stages.Compiled] = {}
         """Steps by bucket; choosers with a bucket without prompts; scorers with their tokens; encoders by length."""
         self.announced: Announced = lambda name, arguments: nullcontext()
         self._output: StepOutput
         """Output of the last step, on the devices."""
+        self._inputs: tuple[StepArrays, Any]
+        """What the heads read of it."""
         self.following: Array | None = None
-        """The drafts after the last step, as `Drafting.follow` gives them."""
+        """The drafts of the heads after the last step, int32 [R, K] as in `PredictionHeads`."""
 
     @cached_property
     def cache(self) -> Cache:
         """The arrays of the cache; created when first used, so that steps can be compiled without devices."""
-        like = self.cache_like
-        return {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.items()}
+        return {name: jnp.zeros(like.shape, like.dtype, device=like.sharding) for name, like in self.cache_like.items()}
 
     @cached_property
     def latest(self) -> Array:
@@ -173,7 +136,7 @@ class Programs:
 
     @property
     def latest_like(self) -> jax.ShapeDtypeStruct:
-        return self._like((self.replicas * self.size.slots,))
+        return self.loaded.like(self.size.slots)
 
     @property
     def rows(self) -> int:
@@ -198,7 +161,7 @@ class Programs:
     @property
     def window(self) -> int | None:
         """Number of positions before a query that any layer reads; None: some layer reads all."""
-        leaves = [*self.leaves, *(() if self.drafting is None else self.drafting.leaves)]
+        leaves = [*self.leaves, *(() if self.heads is None else self.heads.leaves)]
         windows = [leaf.window for leaf in leaves if leaf.per == "token" and leaf is not TOKENS]
         return None if None in windows else max((window for window in windows if window is not None), default=None)
 
@@ -235,7 +198,9 @@ class Programs:
             programs.append(("images", partial(self._image_reader, self.images)))
         if self.loaded.adapters is not None:
             programs.append(("loading of adapters", self._adapter_writer))
-        return programs if self.drafting is None else [*programs, *self.drafting.needed()]
+        if self.heads is not None:
+            programs += [(f"heads, {bucket}", partial(self._drafts, self.heads, bucket)) for bucket in self.buckets]
+        return programs
 
     def _compiled(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """A program; compiled when first needed."""
@@ -257,31 +222,29 @@ class Programs:
             rows = step_rows(arrays, bucket.groups(), self.kernel, loaded)
             return step_output(loaded.bound(weights), loaded.layout, cache, arrays, rows, states=states)
 
-        states = self.drafting is not None and self.drafting.reads_states
+        states = self.heads is not None
         # The programs that read the output are compiled for these layouts.
         axes = ("batch", "vocab"), ("batch", None), STATES, STATES if states else None
-        out = StepOutput._make(None if leaf is None else self._sharding(*leaf) for leaf in axes)
+        out = StepOutput._make(None if leaf is None else loaded.sharding(*leaf) for leaf in axes)
         shardings = out, {name: leaf.sharding for name, leaf in self.cache_like.items()}
         with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
-            weights = jax.tree.map(_like, loaded.weights)
             jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
-            return jitted.lower(weights, self.cache_like, self.latest_like, self.like(bucket))
+            return jitted.lower(loaded.weights, self.cache_like, self.latest_like, self.like(bucket))
 
     def _choice(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Compiled:
         """The program of a chooser, the same for all buckets with the same decoding rows: (logits, tokens, inputs,
         `latest`, slots of the rows) -> (output of the chooser, `latest` with the tokens after the rows)."""
-        layout = self.loaded.layout
+        loaded, layout = self.loaded, self.loaded.layout
 
         def choose(logits: Array, tokens: Array, inputs: Any, latest: Array, slots: Array) -> tuple[Any, Array]:
             chosen = chooser(layout, logits, tokens, inputs)
             return chosen, with_chosen(layout, latest, slots, chosen.token, bucket)
 
         def lower() -> jax.stages.Lowered:
-            (out, _), needed = self._step(bucket).out_info, chooser.like(self.replicas * bucket.choices)
-            inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
-            slots = self._like((self.replicas * bucket.rows,))
-            jitted = jax.jit(choose, out_shardings=(self._sharding(), self.latest_like.sharding))
-            return jitted.lower(out.logits, out.tokens, inputs, self.latest_like, slots)
+            (out, _), needed = self._step(bucket).out_info, chooser.like(bucket.choices)
+            inputs = jax.tree.map(lambda leaf: loaded.like(*leaf.shape, dtype=leaf.dtype), needed)
+            jitted = jax.jit(choose, out_shardings=(loaded.sharding(), self.latest_like.sharding))
+            return jitted.lower(out.logits, out.tokens, inputs, self.latest_like, loaded.like(bucket.rows))
 
         return self._compiled((bucket.without_prompts(), chooser), lower)
 
@@ -293,12 +256,15 @@ class Programs:
             return scorer(loaded.layout, loaded.bound(weights), states, targets)
 
         def lower() -> jax.stages.Lowered:
-            targets = self._like((self.replicas * bucket.chunk,))
-            return jax.jit(score, out_shardings=self._sharding()).lower(
-                jax.tree.map(_like, loaded.weights), self._step(bucket).out_info[0].prompts, targets
-            )
+            prompts = self._step(bucket).out_info[0].prompts
+            jitted = jax.jit(score, out_shardings=loaded.sharding())
+            return jitted.lower(loaded.weights, prompts, loaded.like(bucket.chunk))
 
         return self._compiled((bucket.chunk, scorer), lower)
+
+    def _drafts(self, heads: PredictionHeads, bucket: Bucket) -> jax.stages.Compiled:
+        """The program of the heads after a step."""
+        return self._compiled((bucket, "heads"), lambda: heads.lowered(bucket))
 
     def start(self, work: abc.Sequence[Step | None]) -> Dispatched:
         """Dispatch a step of each replica. The previous one must have been chosen."""
@@ -320,13 +286,13 @@ class Programs:
         if self.images is not None and self.images.patches is not None:
             parts = zip(work, np.split(arrays.positions, len(work)), strict=True)
             arrays = arrays._replace(rotary=np.concatenate([rotary_positions(step, bucket, at) for step, at in parts]))
-        inputs = None if self.drafting is None else self.drafting.inputs(work, bucket, arrays)
-        drafts = self._everywhere("step", bucket, arrays, inputs)
-        return Dispatched(bucket, np.concatenate([chosen_slots(step, bucket) for step in work]), drafts)
+        self._everywhere("step", bucket, arrays, None if self.heads is None else self.heads.inputs(work, bucket))
+        return Dispatched(bucket, np.concatenate([chosen_slots(step, bucket) for step in work]))
 
     def drop_cache(self) -> None:
-        """Release the memory of the cache; the next use creates an empty one."""
-        self.__dict__.pop("cache", None)
+        """Release the memory of the cache, also that of the heads; the next use creates an empty one."""
+        for programs in (self, *([] if self.heads is None else [self.heads])):
+            vars(programs).pop("cache", None)
 
     def choose(self, step: Dispatched, chooser: Chooser, inputs: Any) -> Any:
         """Dispatch the choice of the tokens that follow the last step -> output of the chooser, arrays on the device.
@@ -352,19 +318,18 @@ class Programs:
         """Run this process's part of an operation. All processes run the same ones in the same order, with equal
         arguments: arrays on the host. Results are replicated, so that each process can read them."""
         match name, arguments:
-            case "step", (bucket, arrays, inputs):
-                drafts = None
-                if self.drafting is not None:
-                    arrays, drafts = self.drafting.draft(bucket, arrays, inputs)
+            case "step", (bucket, arrays, after):
                 self._output, self.cache = self._step(bucket)(self.weights, self.cache, self.latest, arrays)
-                return drafts
+                self._inputs = arrays._replace(adapters=None, images=None), after
             case "copy", (sources, targets):
                 self.cache = self._state_copier()(self.cache, sources, targets)
             case "choose", (bucket, number, inputs, slots):
                 choose, out = self._choice(bucket, self.choosers[number]), self._output
                 chosen, self.latest = choose(out.logits, out.tokens, inputs, self.latest, slots)
-                if self.drafting is not None:
-                    self.following = self.drafting.follow(self.weights, out, chosen.token)
+                if self.heads is not None:
+                    (arrays, after), draft = self._inputs, self._drafts(self.heads, bucket)
+                    of_step = out.states, arrays, chosen.token, after
+                    self.following, self.heads.cache = draft(self.weights, self.heads.cache, *of_step)
                 return chosen
             case "score", (bucket, scorer, targets):
                 return self._scores(bucket, scorer)(self.weights, self._output.prompts, targets)
@@ -375,8 +340,7 @@ class Programs:
             case "compile", (number,):
                 self._needed()[number][1]()
             case "allocate", ():
-                drafting = {} if self.drafting is None else self.drafting.cache
-                jax.block_until_ready((self.cache, self.latest, drafting))
+                jax.block_until_ready((self.cache, self.latest, {} if self.heads is None else self.heads.cache))
             case "write_adapter", (slot, values):
                 old = {path: self.weights[path] for path in values}
                 self.weights |= self._adapter_writer()(old, values, np.int32(slot))
@@ -393,10 +357,7 @@ class Programs:
             return {**cache, **copied_states(layout, states, axes, sources, targets)}
 
         def lower() -> jax.stages.Lowered:
-            slots, shardings = (
-                self._like((self.replicas * COPIES,)),
-                {n: x.sharding for n, x in self.cache_like.items()},
-            )
+            slots, shardings = self.loaded.like(COPIES), {n: x.sharding for n, x in self.cache_like.items()}
             jitted = jax.jit(copy, donate_argnums=0, out_shardings=shardings)
             return jitted.lower(self.cache_like, slots, slots)
 
@@ -418,12 +379,12 @@ class Programs:
             return {path: written(leaf, values[path], slot * rank, axis_of[path]) for path, leaf in leaves.items()}
 
         def lower() -> jax.stages.Lowered:
-            likes, of_one = jax.tree.map(_like, {path: self.weights[path] for path in declared}), {}
+            likes, of_one = {path: self.loaded.weights[path] for path in declared}, {}
             for path, like in likes.items():
                 shape = (len(like), *like[0].shape) if isinstance(like, tuple) else like.shape
                 shape, axes = list(shape), self.loaded.layout.plan.axes_in_step(declared[path].axes)
                 shape[axis_of[path]], dtype = rank, jax.tree.leaves(like)[0].dtype
-                of_one[path] = jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self._sharding(*axes))
+                of_one[path] = jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.loaded.sharding(*axes))
             shardings = jax.tree.map(lambda like: like.sharding, likes)
             jitted = jax.jit(write, donate_argnums=0, out_shardings=shardings)
             return jitted.lower(likes, of_one, jax.ShapeDtypeStruct((), jnp.int32))
@@ -454,44 +415,30 @@ class Programs:
             return {**cache, **model.remember(texts.tokens, of_layers(cache), ctx)}
 
         def lower() -> jax.stages.Lowered:
-            weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
-            texts = Texts(self._like((rows, length)), self._like((rows,)), self._like((rows,)))
-            return jax.jit(encode, donate_argnums=1).lower(weights, cache, texts)
+            texts = Texts(loaded.like(1, length), loaded.like(1), loaded.like(1))
+            return jax.jit(encode, donate_argnums=1).lower(loaded.weights, self.cache_like, texts)
 
         return self._compiled(length, lower)
 
     def _image_reader(self, images: ImageInput) -> jax.stages.Compiled:
         """The program of images: (weights, cache, pixels, grids, places) -> cache; see `ImagePool.missing`."""
-        loaded, replicas = self.loaded, self.replicas
+        loaded = self.loaded
 
         def read(weights: Params, cache: Cache, pixels: Array, grids: Array, places: Array) -> Cache:
             return written(loaded.layout, cache, loaded.bound(weights).image_states(pixels, grids), places)
 
         def lower() -> jax.stages.Lowered:
-            weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
-            pixels, grids = self._like((replicas, *images.shape()), jnp.uint8), self._like((replicas, 2))
-            return jax.jit(read, donate_argnums=1).lower(weights, cache, pixels, grids, self._like((replicas,)))
+            pixels, grids = loaded.like(1, *images.shape(), dtype=jnp.uint8), loaded.like(1, 2)
+            jitted = jax.jit(read, donate_argnums=1)
+            return jitted.lower(loaded.weights, self.cache_like, pixels, grids, loaded.like(1))
 
         return self._compiled(IMAGES, lower)
 
     def like(self, bucket: Bucket) -> StepArrays:
         """Shapes and shardings of the arrays of a step."""
-        tokens, groups = self.replicas * bucket.tokens, bucket.groups()
-        column, group_rows = self._like((tokens, 1)), [self.replicas * rows for rows, _ in groups]
-        tables = tuple(self._like((rows, self.width)) for rows in group_rows)
-        counts = tuple(self._like((rows,)) for rows in group_rows)
-        last = self._like((self.replicas * bucket.choices,))
-        adapters = None if self.loaded.adapters is None else self._like((tokens,))
-        images = self._like((tokens,)) if self.images is not None and bucket.tiles else None
-        rotary = self._like((tokens, 1, 3)) if self.images is not None and self.images.patches is not None else None
-        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last, adapters, images, rotary)
-
-    def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding("batch", *[None] * (len(shape) - 1)))
-
-    def _sharding(self, *axes: str | None) -> NamedSharding:
-        return NamedSharding(self.loaded.mesh, self.loaded.layout.plan.compute.spec(axes))
-
-
-def _like(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        loaded, images, tokens = self.loaded, self.images, bucket.tokens
+        return like_arrays(loaded, bucket, self.width)._replace(
+            adapters=None if loaded.adapters is None else loaded.like(tokens),
+            images=loaded.like(tokens) if images is not None and bucket.tiles else None,
+            rotary=loaded.like(tokens, 1, 3) if images is not None and images.patches is not None else None,
+        )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Sequence, Step
 
 
@@ -172,6 +173,14 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
         counts[1][place], states[1][place] = count, row.slot
         last[(len(decode) + number) * wide] = begin + count - 1
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
+
+
+def like_arrays(loaded: LoadedModel, bucket: Bucket, width: int) -> StepArrays:
+    """Shapes and shardings of the arrays of a step without adapters and images. width: as in `pack`."""
+    like, groups = loaded.like, [rows for rows, _ in bucket.groups()]
+    column, counts = like(bucket.tokens, 1), tuple(like(rows) for rows in groups)
+    tables = tuple(like(rows, width) for rows in groups)
+    return StepArrays(column, column, like(bucket.tokens), tables, counts, counts, like(bucket.choices))
 
 
 def _token(row: Sequence, at: int) -> int:

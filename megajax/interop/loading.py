@@ -15,7 +15,7 @@ from megajax.inference.adapters.values import AdapterWeights, slot_values
 from megajax.inference.assembly import encoder_engine, for_steps, make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
-from megajax.inference.loaded_model import Draft, LoadedModel
+from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.loading import demand_shapes, load_weights, stored_specs
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
@@ -238,13 +238,11 @@ def merged(weights: WeightSource, model: Any) -> WeightSource:
     return MergedWeights(weights, model)
 
 
-def start_engine(loaded: Loaded, *, queue: int, draft: Draft | None = None) -> Engine:
-    """An engine for a model and its draft model; see `megajax.inference.assembly.make_engine`."""
+def start_engine(loaded: Loaded, *, queue: int) -> Engine:
+    """An engine for a model; see `megajax.inference.assembly.make_engine`."""
     config = loaded.config
     stop_tokens, length = loaded.stop_tokens, config.length()
     if config.model.text_encoder() is not None:
-        if draft is not None:
-            raise UserError("--draft-run and --draft-hf need a model that gives text: leave them out")
         return encoder_engine(loaded.model, config.inference, loaded.tokenizer, length=length, queue=queue)
     return make_engine(
         loaded.model,
@@ -254,5 +252,4 @@ def start_engine(loaded: Loaded, *, queue: int, draft: Draft | None = None) -> E
         length=length,
         queue=queue,
         answer_start=loaded.answer_start,
-        draft=draft,
     )

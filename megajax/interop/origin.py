@@ -35,12 +35,6 @@ MODEL_FLAGS = (
     TRUST_FLAG,
 )
 """The flags that `origin_of` reads."""
-DRAFT_FLAGS = (
-    Flag("draft-run", StoredPath | None, help="a run of a smaller model with the same tokenizer, which drafts tokens; "
-         "needs inference.speculate"),
-    Flag("draft-hf", StoredPath | None, help="the same from a Hugging Face model folder"),
-)  # fmt: skip
-"""The flags that `draft_origin` reads."""
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 """Files beside a tokenizer that may contain a chat template; the first one with a template is used."""
 GENERATION_CONFIG = "generation_config.json"
@@ -88,29 +82,6 @@ def origin_of(flags: Mapping[str, Any]) -> Origin:
 def _local(hf: Path) -> Path:
     """A Hugging Face folder, or the local copy of one in an object store."""
     return split_name(local_name(f"hf:{hf}"))[1]
-
-
-def draft_origin(flags: Mapping[str, Any], inference: InferenceConfig) -> Origin | None:
-    """The origin of the draft model, by --draft-run or --draft-hf; None without them.
-
-    Raises ConfigError if both are given, if drafts have no length, and if the model's heads draft.
-    """
-    folders = {name: flags[name].expanduser() for name in ("draft_run", "draft_hf") if flags[name] is not None}
-    if not folders:
-        return None
-    (name, folder), *others = folders.items()
-    flag = f"--{name.replace('_', '-')}"
-    if others:
-        problem = Problem(flag, f"is given, and --draft-hf={others[0][1]} as well", "name one draft model")
-        raise ConfigError([problem], "command line")
-    if not inference.speculate:
-        message = f"is 0, so that no step verifies drafts of {flag}={folder}"
-        raise ConfigError([Problem("inference.speculate", message, "set inference.speculate=4")], "command line")
-    if inference.drafts == "mtp":
-        message = f"is mtp, and {flag}={folder} is given"
-        raise ConfigError([Problem("inference.drafts", message, "let one of them draft")], "command line")
-    folder = _local(folder) if name == "draft_hf" else folder
-    return Origin(**{name.removeprefix("draft_"): folder}, trusted=flags["trust_code"], ignore=flags["ignore"])
 
 
 def demand_folder(ignore: Sequence[str], folder: Path | None) -> None:

@@ -17,8 +17,8 @@ from megajax.compiled.audit import audit
 from megajax.compiled.gpus import GPUS, Cluster
 from megajax.compiled.hlo import read
 from megajax.config import load
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.programs import CacheSize, Programs
+from megajax.inference.loaded_model import CacheSize, LoadedModel
+from megajax.inference.programs import Programs
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.param import specs

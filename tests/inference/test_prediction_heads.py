@@ -1,5 +1,6 @@
 """Drafts by heads of multi-token prediction: the answers of steps without drafts, in fewer steps."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -8,19 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled_steps import loaded, programs_of
-from test_draft_model import PLAIN, answers, compare
 from test_engine import Client, serve
 from test_programs import HEADS, MAMBA, ROPE, VOCABULARY, decoder
-from test_speculation import TEXT
+from test_speculation import SETTINGS, TEXT
 
 from megajax.config.errors import UserError
-from megajax.inference.assembly import make_engine
+from megajax.inference.assembly import FreeMemory, cache_size, make_engine
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
-from megajax.inference.engine import Engine
-from megajax.inference.loaded_model import LoadedModel, layers_apart
-from megajax.inference.programs import CacheSize
+from megajax.inference.engine import Engine, Statistics
+from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart
 from megajax.inference.sampling.chooser import choosers
+from megajax.inference.server.server import _drafts
 from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads
 from megajax.inference.weights.refit import ModelWeights
 from megajax.layers.context import Context
@@ -36,12 +36,35 @@ def device_of(
 ) -> ModelDevice:
     """With steps of 3 rows, and blocks of 4 tokens; drafts by the heads if there are any."""
 
-    def drafting(size: CacheSize, **settings: Any) -> PredictionHeads | None:
+    def heads(size: CacheSize, **settings: Any) -> PredictionHeads | None:
         return PredictionHeads(model, size, vocabulary=VOCABULARY, **settings) if drafts else None
 
     shapes: Any = {"chunks": (0, 8), "tile": tile, "blocks": blocks, "length": LENGTH, "rows": 3, **sizes}
-    programs = programs_of(model, choosers(VOCABULARY), drafts=drafts, drafting=drafting, **shapes)
+    programs = programs_of(model, choosers(VOCABULARY), drafts=drafts, heads=heads, **shapes)
     return ModelDevice(programs, VOCABULARY)
+
+
+def answers(device: ModelDevice, kinds: Any = SETTINGS * 2, *, tokens: int = 40) -> tuple[list[Client], Statistics]:
+    """The answers to prompts with shared prefixes, all at the same time."""
+    draw = random.Random(4)
+    heads = [[draw.randrange(VOCABULARY) for _ in range(15)] for _ in range(2)]
+    clients = [Client([*heads[number % 2], number], max_tokens=tokens, **kind) for number, kind in enumerate(kinds)]
+    engine = Engine(device, drafter=FromStep)
+    serve(engine, *clients)
+    return clients, engine.statistics()
+
+
+def compare(plain: list[Client], drafted: list[Client]) -> None:
+    """Asserts equal tokens, ends and scores."""
+    for first, second in zip(plain, drafted, strict=True):
+        for expected, answer in zip(first.answers(), second.answers(), strict=True):
+            assert (answer.tokens, answer.finish) == (expected.tokens, expected.finish)
+            for one, other in zip(expected.scores, answer.scores, strict=True):
+                assert (one.token, one.rank) == (other.token, other.rank)
+                np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
+
+
+PLAIN = ({}, {"temperature": 1, "seed": 1, "n": 2}, {"temperature": 0.8, "top_p": 0.9, "seed": 2}, {"logprobs": 2})
 
 
 def right(cfg: DecoderConfig) -> LoadedModel:
@@ -166,18 +189,45 @@ def test_heads_sleep_with_their_model(device: ModelDevice) -> None:
     for _ in range(3):
         engine.step()
     engine.sleep()
-    assert "cache" not in vars(device.programs.drafting)
+    assert device.programs.heads is not None and "cache" not in vars(device.programs.heads)
     engine.wake()
     serve(engine, later)
     assert client.answer.tokens == later.answer.tokens
+
+
+def test_blocks_behind_the_windows_of_the_model_and_its_heads_are_freed() -> None:
+    """The wider window counts; without one in the heads, none is freed."""
+    blocks = [decoder(replace(HEADS, rope=ROPE, window=window)).stack.pattern[0] for window in (5, 9, None)]
+    narrow = replace(PREDICTING, stack=replace(PREDICTING.stack, pattern=(blocks[0],)))
+    models = [loaded(replace(narrow, prediction=PredictionConfig(block=block)), {}) for block in blocks]
+    assert [device_of(model).window for model in models] == [5, 9, None]
+    assert device_of(models[1], drafts=0).window == 5
+
+
+def test_the_program_copies_neither_its_cache_nor_weights() -> None:
+    """Also in the loop over the tokens of a draft."""
+    device = device_of(layers_apart(loaded(replace(PREDICTING, hidden=512), {})), blocks=2000)
+    heads: Any = device.programs.heads
+    analysis: Any = heads.lowered(device.programs.buckets[0]).compile().memory_analysis()
+    matrices = [w.nbytes for w in jax.tree.leaves(device.programs.weights)]
+    assert analysis.temp_size_in_bytes < min(max(matrices), max(x.nbytes for x in heads.cache.values()))
+
+
+def test_both_caches_share_the_memory(predicting: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = InferenceConfig(speculate=2, drafts="mtp", compute="float32")
+    leaves = predicting.cfg.cache_leaves(1)
+    of_block = 4 * config.block * sum(leaf.size for leaf in leaves)
+    monkeypatch.setattr("megajax.inference.assembly.free_memory", lambda devices: FreeMemory(of_block * 100, True))
+    sizes = [cache_size(config, LENGTH, predicting, "float32", of_heads).blocks for of_heads in ((), leaves)]
+    assert sizes == [90, 45]
 
 
 def test_an_engine_whose_heads_draft() -> None:
     config = InferenceConfig(speculate=2, drafts="mtp", compute="float32", rows=2)
     settings: Any = {"end_tokens": (), "length": LENGTH, "queue": 1}
     engine = make_engine(loaded(PREDICTING, {}), config, TEXT, **settings)
-    drafting: Any = engine.device.programs.drafting  # ty: ignore[unresolved-attribute]
-    assert drafting.summary() == "1 of the model's heads of multi-token prediction" and engine.device.drafts == 2
+    assert isinstance(engine.device, ModelDevice) and engine.device.drafts == 2
+    assert _drafts(engine.device.programs) == "2 tokens in a step, by 1 of the model's heads of multi-token prediction"
     with pytest.raises(UserError, match=r"inference\.drafts=mtp: the model has no heads"):
         make_engine(loaded(replace(PREDICTING, prediction=None), {}), config, TEXT, **settings)
     state = PredictionConfig(block=decoder(MAMBA).stack.pattern[0])

@@ -8,8 +8,7 @@ import pytest
 from compiled_steps import Logits, Row, Step, loaded, programs_of, step_logits, whole_logits
 from test_programs import HEADS, LATENT, ROPE, VOCABULARY, decoder
 
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.programs import CacheSize, like_cache
+from megajax.inference.loaded_model import CacheSize, LoadedModel
 from megajax.layers.attention.cached import in_cache
 from megajax.layers.cache_spec import CacheLeaf
 
@@ -34,9 +33,9 @@ def test_a_head_is_off_by_half_a_step_of_its_largest_number(dtype: str, bound: f
 def test_bytes_of_a_cache() -> None:
     model = loaded(decoder(HEADS), {})
     for dtype, token_bytes in (("bfloat16", 3 * 2 * 64 * 2), ("int8", 3 * 2 * (64 + 4)), ("fp8", 3 * 2 * (64 + 4))):
-        arrays = like_cache(LEAVES[:1], SIZE, dtype, model.mesh, model.layout, 1).values()
+        arrays = model.like_cache(LEAVES[:1], SIZE, dtype).values()
         assert sum(array.size * array.dtype.itemsize for array in arrays) == token_bytes * SIZE.tokens()
-    like = like_cache(LEAVES, SIZE, "fp8", model.mesh, model.layout, 1)
+    like = model.like_cache(LEAVES, SIZE, "fp8")
     assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in like.items()} == {
         "0.mixer.key": ((3, 8, 4, 2, 64), "float8_e4m3fn"),
         "0.mixer.key_scale": ((3, 8, 4, 2), "float32"),

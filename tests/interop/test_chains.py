@@ -46,15 +46,12 @@ def demand_same(found: list[float], expected: list[float]) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_an_exported_run_is_served_with_a_draft_and_gets_the_weights_of_another_run(
+def test_an_exported_run_is_served_with_drafts_and_gets_the_weights_of_another_run(
     start: Callable[..., Started], tmp_path: Path
 ) -> None:
     first, second = train(start, tmp_path / "first"), train(start, tmp_path / "second", "--schedule.lr=0.1")
-    draft = train(start, tmp_path / "draft", "--model.stack.repeats=1")
-    for source in (first, draft):
-        target = f"--to=hf:{source}_hf"
-        run(start, sys.executable, "-m", "megajax.convert", f"--from={source}", target)
-    drafting = (f"--draft-hf={draft}_hf", "--inference.speculate=2", "--inference.compute=float32")
+    run(start, sys.executable, "-m", "megajax.convert", f"--from={first}", f"--to=hf:{first}_hf")
+    drafting = ("--inference.speculate=2", "--inference.compute=float32")
     url = Gang(start, "serve", f"--hf={first}_hf", *drafting, "--server.control=true", ONE, *ENGINE, processes=1).url()
     expected = {}
     for folder in (first, second):

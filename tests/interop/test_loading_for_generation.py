@@ -187,7 +187,7 @@ def test_a_server_takes_the_sampling_of_its_folder(tmp_path: Path, monkeypatch: 
     serving = SimpleNamespace(run=lambda *args, sampling, **options: defaults.append(sampling))
     monkeypatch.setattr("megajax.inference.server.server.Serving", lambda config, access: serving)
     monkeypatch.setattr("megajax.interop.loading.load", lambda config, origin: no_model)
-    monkeypatch.setattr("megajax.interop.loading.start_engine", lambda loaded, queue, draft: engine)
+    monkeypatch.setattr("megajax.interop.loading.start_engine", lambda loaded, queue: engine)
     monkeypatch.setattr("megajax.job.start.compile_cache.use_cache", lambda xla: None)
     for more in ([], ["--server.generation_config=false"]):
         serve([f"--hf={tmp_path / 'chat'}", *more])
@@ -197,17 +197,17 @@ def test_a_server_takes_the_sampling_of_its_folder(tmp_path: Path, monkeypatch: 
 def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(Origin(hf=folder / "base"), tensor=2, data=2)
     config = replace(model.config.inference, cache_tokens=None, rows=3)
-    expected = cache_size(config, 32, [model.model], "float32")
+    expected = cache_size(config, 32, model.model, "float32")
     assert (expected.blocks, expected.block, expected.slots) == (3 * 2, 16, 3)
     memory = "megajax.inference.assembly.free_memory"
     # A token: 3 layers x keys and values x 1 of 2 heads x 4 elements x 4 bytes.
     of_block = 16 * 3 * 2 * 4 * 4
     monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block * 100 + 7, from_devices=True))
-    assert cache_size(config, 32, [model.model], "float32").blocks == 90
-    assert cache_size(config, 32, [model.model], "bfloat16").blocks == 180
+    assert cache_size(config, 32, model.model, "float32").blocks == 90
+    assert cache_size(config, 32, model.model, "bfloat16").blocks == 180
     monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block - 1, from_devices=True))
     with pytest.raises(UserError, match=r"the cache has no room: 1\.5 KiB are free on a device, and a block of 16"):
-        cache_size(config, 32, [model.model], "float32")
+        cache_size(config, 32, model.model, "float32")
     assert start_engine(model, queue=4).capacity == 2 * 2 + 4
     monkeypatch.setitem(vars(model.model.mesh), "is_multi_process", True)
     with pytest.raises(UserError, match="weights of this engine cannot be replaced"):
@@ -226,7 +226,7 @@ def test_all_processes_have_the_cache_of_the_fullest_device(folder: Path, monkey
     other = SimpleNamespace(gather=lambda value: [value, of_block * 50])
     monkeypatch.setattr("megajax.inference.assembly.free_memory", free)
     monkeypatch.setattr("megajax.inference.assembly.Peers", lambda: other)
-    assert cache_size(config, 32, [model.model], "float32").blocks == 45
+    assert cache_size(config, 32, model.model, "float32").blocks == 45
     assert asked == [model.model.mesh.local_devices]
 
 

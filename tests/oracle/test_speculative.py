@@ -1,7 +1,7 @@
 """Drafts that are chosen with the random numbers of the model: the law of the tokens, and how many drafts it accepts.
 
-The oracle's cases have probabilities of a draft model and of the model for each token of a draft, and the probability
-with which rejection sampling accepts each.
+The oracle's cases have the probabilities by which each token of a draft is chosen, those of the model, and the
+probability with which rejection sampling accepts it.
 """
 
 import jax

@@ -13,7 +13,7 @@ from megajax.compiled.gpus import GIB, GPUS
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.config.files import Source
-from megajax.inference.programs import CacheSize, like_cache
+from megajax.inference.loaded_model import CacheSize, LoadedModel
 from megajax.inference.server.config import ServingConfig
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.param import Adapter, ParamSpec, specs
@@ -82,7 +82,8 @@ def test_weights_and_cache_are_those_of_the_arrays_on_a_device(
     assert 1 <= serving.adapter_bytes / sum(on_a_device(slot(weight)) for weight in adapters.values()) < 1.06
     weights = specs(nnx.eval_shape(lambda: model.build(layout))).values()
     assert serving.weight_bytes == sum(on_a_device(like(weight.shape, weight.axes)) for weight in weights)
-    arrays = like_cache(model.cache_leaves(tensor), SIZE, serving.cache, mesh, layout, expert).values()
+    loaded = LoadedModel(model, nnx.Module(), {}, mesh, layout)
+    arrays = loaded.like_cache(model.cache_leaves(tensor), SIZE, serving.cache).values()
     assert serving.token_bytes * SIZE.tokens() + serving.row_bytes * SIZE.slots == sum(map(on_a_device, arrays))
 
 

@@ -9,14 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Announced
 from megajax.inference.step_arrays import lengths_up_to, smaller_counts
-from megajax.mesh.config import BATCH_AXES, devices_over
-from megajax.mesh.named_shardings import replicated
 
 POOLINGS = ("first", "last", "mean")
 """The kinds of `request.Pooling`, numbered in this order."""
@@ -28,7 +25,7 @@ class EncoderPrograms:
     def __init__(self, loaded: LoadedModel, *, rows: int, length: int):
         """rows: maximum number of texts of a replica in a program; length: maximum number of tokens of a text."""
         self.loaded, self.weights = loaded, dict(loaded.weights)
-        self.replicas = devices_over(loaded.mesh.shape, BATCH_AXES)
+        self.replicas = loaded.replicas
         self.counts, self.lengths = smaller_counts(rows, least=1), lengths_up_to(length)
         self.announced: Announced = lambda name, arguments: nullcontext()
         self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
@@ -60,14 +57,15 @@ class EncoderPrograms:
         """Run this process's part of an operation, as in `Programs`."""
         match name, arguments:
             case "embed", (tokens, counts, poolings):
-                return self._program(*tokens.shape)(self.weights, tokens, counts, poolings)
+                program = self._program(len(tokens) // self.replicas, tokens.shape[1])
+                return program(self.weights, tokens, counts, poolings)
             case "compile", (count, length):
-                return self._program(self.replicas * count, length)
+                return self._program(count, length)
             case _:
                 raise ValueError(f"{name} is no operation")
 
-    def _program(self, texts: int, length: int) -> jax.stages.Compiled:
-        """The program of all replicas' texts, compiled when first needed."""
+    def _program(self, count: int, length: int) -> jax.stages.Compiled:
+        """The program of so many texts of each replica, compiled when first needed."""
         loaded = self.loaded
 
         def embed(weights: Params, tokens: Array, counts: Array, poolings: Array) -> Array:
@@ -78,17 +76,9 @@ class EncoderPrograms:
             pooled = jnp.select([poolings[:, None] == number for number in range(len(POOLINGS))], chosen)
             return jnp.einsum("bld,bl->bd", states, pooled.astype(jnp.float32))
 
-        def like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-            axes = ("batch", *[None] * (len(shape) - 1))
-            sharding = NamedSharding(loaded.mesh, loaded.layout.plan.compute.spec(axes))
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-
-        if (texts, length) not in self._compiled:
+        if (count, length) not in self._compiled:
             with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
-                weights = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), loaded.weights
-                )
-                jitted = jax.jit(embed, out_shardings=replicated(loaded.mesh))
-                lowered = jitted.lower(weights, like((texts, length)), like((texts,)), like((texts,)))
-                self._compiled[texts, length] = lowered.compile(compiler_options=dict(loaded.options))
-        return self._compiled[texts, length]
+                jitted, texts = jax.jit(embed, out_shardings=loaded.sharding()), loaded.like(count)
+                lowered = jitted.lower(loaded.described().weights, loaded.like(count, length), texts, texts)
+                self._compiled[count, length] = lowered.compile(compiler_options=dict(loaded.options))
+        return self._compiled[count, length]

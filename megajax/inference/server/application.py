@@ -138,9 +138,8 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """Status 200 while the server answers requests, else 503."""
         del request
-        status, draft = self._readiness.status(), self._readiness.draft_model
-        body = {"status": status} if draft is None else {"status": status, "draft_model": draft}
-        return JSONResponse(body, 200 if status == "ok" else 503)
+        status = self._readiness.status()
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def version(self, request: Request) -> Response:
         """The version of MegaJAX."""

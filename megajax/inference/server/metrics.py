@@ -135,10 +135,8 @@ def _times(name: str, text: str, bounds: Sequence[float] = SECONDS) -> Histogram
 class Readiness:
     """The state reported by /health."""
 
-    def __init__(self, name: str, worker: Worker, draft_model: str | None = None):
-        """name: name of the model; draft_model: path of its draft model."""
-        self.draft_model = draft_model
-        """Path of the draft model; None without one."""
+    def __init__(self, name: str, worker: Worker):
+        """name: name of the model."""
         self._name, self._worker, self._texts = name, worker, field_texts(Statistics)
         self.draining = False
         self.active = 0

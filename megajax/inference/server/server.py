@@ -98,8 +98,7 @@ class Serving:
             pooling=self._config.pooling or pooling or ("last" if device.generates else "mean"),
             reranker=reranker_of(self._config, tokenizer, generates=device.generates),
         )
-        drafting = device.programs.drafting if isinstance(device, ModelDevice) else None
-        readiness = Readiness(name, worker, None if drafting is None else drafting.where)
+        readiness = Readiness(name, worker)
         models = ModelList(model, read_adapter, read_weights)
         for adapter, folder in adapters.items():
             engine.load_adapter(adapter, models.read(adapter, folder))
@@ -179,9 +178,10 @@ def _engine_rows(programs: Programs, model: ServedModel, when: str) -> list[tupl
 
 def _drafts(programs: Programs) -> str:
     """Which drafts steps verify."""
-    if programs.drafting is None:
+    if programs.heads is None:
         return f"up to {programs.drafts} tokens of earlier text in a step" if programs.drafts else "none"
-    return f"{programs.drafts} tokens in a step, by {programs.drafting.summary()}"
+    heads = f"{programs.heads.count} of the model's heads of multi-token prediction"
+    return f"{programs.drafts} tokens in a step, by {heads}"
 
 
 def _log(line: str) -> None:

@@ -6,16 +6,16 @@ the token at i + m + 1, and its keys are in the place of position i in a cache o
 the model: sharing and preemption hold for both. The last head goes on alone, one position after another, for further
 tokens; keys of positions without a block yet go to spare blocks of the row, since the next step computes them again.
 
-The drafts are the tokens that the model would choose with the logits of the heads, as in
-`megajax.inference.speculation.draft_model`. Wrong keys cost acceptance alone: the last one of a shared block was made
-with the token that followed there, and those of the second head on with drafts.
+A draft's token is chosen with the random numbers, temperature and filters of the model's choice at this place, without
+penalties, biases and constraints: with equal logits both are the same. Wrong keys cost acceptance alone: the last one
+of a shared block was made with the token that followed there, and those of the second head on with drafts.
 
 R rows of a step, W = 1 + K tokens of a decoding row, K tokens of a draft, T tokens of a step, H heads.
 """
 
 from collections import abc
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +25,14 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.config.errors import UserError
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.model_step import STATES, StepOutput, step_rows
-from megajax.inference.programs import CacheSize
+from megajax.inference.loaded_model import CacheSize, LoadedModel
+from megajax.inference.model_step import STATES, step_context, step_rows
 from megajax.inference.request import Sequence, Step
-from megajax.inference.sampling.choose import Program
+from megajax.inference.sampling.choose import Drawing, Program, RowSampling, choose
 from megajax.inference.sampling.chooser import Choice, row_sampling
-from megajax.inference.speculation.draft_programs import DraftPrograms, step_context
-from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
+from megajax.inference.step_arrays import AWAITED, NOWHERE, Bucket, StepArrays, like_arrays
+from megajax.kernels.paged.capability import PagedKernel
+from megajax.layers.context import Context
 from megajax.layers.decoding import Cache
 from megajax.layers.stack.config import StackConfig
 
@@ -53,10 +53,9 @@ class AfterStep(NamedTuple):
 
 
 class FromStep:
-    """The draft of one sequence that its last step gave."""
+    """The draft of one sequence that its last step gave. count: most tokens of a draft."""
 
     def __init__(self, count: int):
-        """count: most tokens of a draft."""
         self.count, self.tokens = count, list[int]()
 
     def draft(self, tokens: list[int]) -> list[int]:
@@ -66,67 +65,60 @@ class FromStep:
         return draft
 
 
-class PredictionHeads(DraftPrograms):
-    """The compiled programs of a model's heads, and their cache."""
+class PredictionHeads:
+    """The programs of a model's heads, one for each bucket of the steps that verify, and their cache."""
 
-    name, drafter, reads_states, where = "heads", FromStep, True, None
-
-    def __init__(self, loaded: LoadedModel, size: CacheSize, *, buckets: abc.Sequence[Bucket], **settings: Any):
-        """loaded, size: of the programs that verify; buckets, settings: the others of `DraftPrograms`."""
-        drafts, rows = max(bucket.drafts for bucket in buckets), max(bucket.rows for bucket in buckets)
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        size: CacheSize,
+        *,
+        buckets: abc.Sequence[Bucket],
+        vocabulary: int,
+        length: int,
+        dtype: str,
+        kernel: PagedKernel,
+    ):
+        """loaded, size, buckets, length, dtype: of the programs that verify, see `Programs`; all buckets have drafts;
+        vocabulary: ids in use."""
+        drafts, rows = (max(getattr(bucket, name) for bucket in buckets) for name in ("drafts", "rows"))
         cfg = heads_alone(loaded.cfg, drafts)
-        self.heads, self.blocks, self.spare = cfg.stack.layers(), size.blocks, -(-drafts // size.block)
         # The heads have no slots for adapters.
-        described, leaves = replace(loaded.described(), adapters=None), cfg.cache_leaves(loaded.mesh.shape["tensor"])
-        super().__init__(
-            described, leaves, replace(size, blocks=size.blocks + rows * self.spare), buckets=buckets, **settings
-        )
-        self.weights = dict[str, Any]()
-        """None: they are the model's."""
-        self._step: tuple[Bucket, StepArrays, AfterStep]
+        self.loaded, self.vocabulary, self.kernel = replace(loaded.described(), adapters=None), vocabulary, kernel
+        self.count, self.block, self.width = cfg.stack.layers(), size.block, -(-length // size.block)
+        self.blocks, self.spare = size.blocks, -(-drafts // size.block)
+        self.leaves = cfg.cache_leaves(loaded.mesh.shape["tensor"])
+        self.cache_like = loaded.like_cache(self.leaves, replace(size, blocks=size.blocks + rows * self.spare), dtype)
 
-    def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket, arrays: StepArrays) -> AfterStep:
+    @cached_property
+    def cache(self) -> Cache:
+        """The arrays of the cache; created when first used."""
+        return {name: jnp.zeros(like.shape, like.dtype, device=like.sharding) for name, like in self.cache_like.items()}
+
+    def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket) -> AfterStep:
         """`AfterStep` of a step of each replica."""
-        del arrays
         count, placed = len(work) * bucket.rows, list[Choice]()
-        known, (blocks, room) = np.full((count, self.heads), AWAITED, np.int32), np.zeros((2, count), np.int32)
+        known, (blocks, room) = np.full((count, self.count), AWAITED, np.int32), np.zeros((2, count), np.int32)
         for replica, step in enumerate(work):
             for number, (row, computed) in enumerate(step.parts() if step else []):
-                place, following = bucket.rows * replica + number, row.tokens[computed : computed + self.heads]
+                place, following = bucket.rows * replica + number, row.tokens[computed : computed + self.count]
                 known[place, : len(following)] = following
                 blocks[place], room[place] = len(row.blocks), _room(row, computed)
                 placed.append(Choice(place, row, 0))
         drawing = row_sampling(placed, Program.SAMPLED, count, self.vocabulary).drawing
         return AfterStep(known, blocks, room, drawing)
 
-    def draft(self, bucket: Bucket, arrays: StepArrays, inputs: AfterStep) -> tuple[StepArrays, None]:
-        """The arrays of a step, whose rows have their drafts; `follow` reads them."""
-        self._step = bucket, arrays._replace(adapters=None, images=None), inputs
-        return arrays, None
-
-    def follow(self, weights: Params, output: StepOutput, chosen: Array) -> Array:
-        """Dispatch the drafts for the next step -> int32 [R, K], replicated. weights: the model's; chosen: int32
-        [R * W], the tokens that were chosen."""
-        bucket, arrays, inputs = self._step
-        drafts, self.cache = self.program(bucket)(weights, self.cache, output.states, arrays, chosen, inputs)
-        return drafts
-
-    def receive(self, work: abc.Sequence[Step | None], bucket: Bucket, drafts: np.ndarray, chosen: np.ndarray) -> None:
+    def receive(self, work: abc.Sequence[Step | None], bucket: Bucket, drafts: np.ndarray) -> None:
         """Give the rows of a step the drafts [R, K] for their next one."""
-        del chosen
         for replica, step in enumerate(work):
             for number, (row, computed) in enumerate(step.parts() if step else []):
                 if isinstance(row.drafter, FromStep):
                     row.drafter.tokens = drafts[bucket.rows * replica + number, : _room(row, computed)].tolist()
 
-    def summary(self) -> str:
-        """Who drafts, for the banner."""
-        return f"{self.heads} of the model's heads of multi-token prediction"
-
     def lowered(self, bucket: Bucket) -> jax.stages.Lowered:
-        """The lowered program of a bucket: (weights, cache, `StepOutput.states`, arrays of the step, chosen tokens
-        [R * W], `AfterStep`) -> (drafts [R, K], cache)."""
-        loaded, layout, heads, drafts = self.loaded, self.loaded.layout, self.heads, bucket.drafts
+        """The lowered program of a bucket: (the model's weights, cache, `StepOutput.states`, arrays of the step without
+        adapters and images, chosen tokens [R * W], `AfterStep`) -> (drafts [R, K], replicated, and cache)."""
+        loaded, layout, heads, drafts = self.loaded, self.loaded.layout, self.count, bucket.drafts
         pick = layout.island(lambda x, place: x[place], (STATES, ROW), STATES)
 
         def drafted(
@@ -134,21 +126,23 @@ class PredictionHeads(DraftPrograms):
         ) -> tuple[Array, Cache]:
             model = loaded.bound(weights)
             ends = layout.island(partial(_ends, bucket), (COLUMN, COLUMN, ROW, ROW, ROW), (ROW,) * 4)
-            of_step = arrays.tokens, arrays.positions, arrays.counts[0], arrays.last
-            token, place, position, accepted = ends(*of_step, chosen)
+            token, place, position, accepted = ends(*arrays[:2], arrays.counts[0], arrays.last, chosen)
             shifted = layout.island(_shifted, (COLUMN, ROW, ROW, ROW), COLUMN)
             ctx = step_context(arrays.positions, step_rows(arrays, bucket.groups(), self.kernel, loaded))
             tables = self._with_spare(bucket, arrays.tables[0], after.blocks)
             x, tokens, ahead_tokens = model.final_norm(states), arrays.tokens, list[Array]()
 
-            def choose(x: Array, ahead: Array | int) -> Array:
-                return self.chosen(model.padded_logits(x)[:, 0], after.drawing, accepted + 1 + ahead)
+            def chosen_after(x: Array, ahead: Array | int) -> Array:
+                logits, number = model.padded_logits(x)[:, 0], after.drawing.number + (accepted + 1 + ahead)
+                rows = RowSampling(after.drawing._replace(number=number))
+                # 0 without a finite logit, which the model rejects.
+                return jnp.maximum(choose(layout, self.vocabulary, Program.SAMPLED, 1, logits, rows).token, 0)
 
             for head in range(heads):
                 tokens = shifted(tokens, place, token, after.known[:, head])
                 x, cache = model.predict(head, x, tokens, cache, ctx)
                 ended = pick(x, place)
-                token = choose(ended, head)
+                token = chosen_after(ended, head)
                 ahead_tokens.append(token)
             ahead_tokens += [jnp.zeros_like(token)] * (drafts - heads)
 
@@ -156,24 +150,34 @@ class PredictionHeads(DraftPrograms):
                 ahead_tokens, x, cache = carry
                 previous = jax.lax.dynamic_slice_in_dim(ahead_tokens, ahead - 1, 1, axis=1)
                 at = position + ahead + 1 - heads
-                ctx = self.token_step(tables, at, (after.room > ahead) & (at < self.width * self.block))
+                ctx = self._token_context(tables, at, (after.room > ahead) & (at < self.width * self.block))
                 x, cache = model.predict(heads - 1, x, previous, cache, ctx)
-                return (
-                    jax.lax.dynamic_update_slice_in_dim(ahead_tokens, choose(x, ahead)[:, None], ahead, axis=1),
-                    x,
-                    cache,
-                )
+                token = chosen_after(x, ahead)[:, None]
+                return jax.lax.dynamic_update_slice_in_dim(ahead_tokens, token, ahead, axis=1), x, cache
 
             carry = jnp.stack(ahead_tokens, axis=1), ended, cache
             ahead_tokens, _, cache = jax.lax.fori_loop(heads, jnp.max(after.room), another, carry)
             return ahead_tokens, cache
 
-        dtype = jnp.float32 if loaded.cfg.residual == "float32" else loaded.weights["tokens"].dtype
-        choices = jax.ShapeDtypeStruct((self.replicas * bucket.choices,), jnp.int32, sharding=self.sharding())
-        row = self.like(bucket.rows)
-        after = AfterStep(self.like(bucket.rows, heads), row, row, self.drawing_like(bucket))
-        states = self.like(bucket.tokens, 1, loaded.cfg.hidden, dtype=dtype)
-        return self.lower(drafted, (self.sharding(),), states, self.arrays_like(bucket), choices, after)
+        like, dtype = loaded.like, jnp.float32 if loaded.cfg.residual == "float32" else loaded.weights["tokens"].dtype
+        states, arrays = like(bucket.tokens, 1, loaded.cfg.hidden, dtype=dtype), like_arrays(loaded, bucket, self.width)
+        choices = jax.ShapeDtypeStruct((loaded.replicas * bucket.choices,), jnp.int32, sharding=loaded.sharding())
+        row, real, seeds = like(bucket.rows), like(bucket.rows, dtype=np.float32), like(bucket.rows, 2, dtype=np.uint32)
+        after = AfterStep(like(bucket.rows, heads), row, row, Drawing(real, row, real, real, seeds, row))
+        shardings = loaded.sharding(), {name: leaf.sharding for name, leaf in self.cache_like.items()}
+        with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
+            jitted = jax.jit(drafted, donate_argnums=1, out_shardings=shardings)
+            return jitted.lower(loaded.weights, self.cache_like, states, arrays, choices, after)
+
+    def _token_context(self, tables: Array, positions: Array, present: Array) -> Context:
+        """The context of a step of one token at these positions int32 [R] of the rows that are present, bool [R]."""
+        count, numbers = len(positions), jnp.arange(len(positions), dtype=jnp.int32)
+        blocks = jnp.take_along_axis(tables, (positions // self.block)[:, None], axis=1, mode="clip")[:, 0]
+        column = positions[:, None]
+        slots = jnp.where(present, blocks * self.block + positions % self.block, NOWHERE + numbers)
+        counts, nowhere = present.astype(jnp.int32), NOWHERE + numbers
+        arrays = StepArrays(None, column, slots, (tables,), (counts,), (nowhere,), None)
+        return step_context(column, step_rows(arrays, ((count // self.loaded.replicas, 1),), self.kernel, self.loaded))
 
     def _with_spare(self, bucket: Bucket, tables: Array, blocks: Array) -> Array:
         """The tables [R, M] with the row's spare blocks after its blocks."""
@@ -217,10 +221,8 @@ def heads_alone(cfg: Any, drafts: int) -> Any:
     """
     prediction = getattr(cfg, "prediction", None)
     if prediction is None:
-        raise UserError(
-            "inference.drafts=mtp: the model has no heads of multi-token prediction (model.prediction). Set "
-            "inference.drafts=text"
-        )
+        missing = "the model has no heads of multi-token prediction (model.prediction)"
+        raise UserError(f"inference.drafts=mtp: {missing}. Set inference.drafts=text")
     stack = StackConfig(pattern=cfg.predicting_blocks()[:1], repeats=min(prediction.depth, drafts))
     of_heads = replace(cfg, stack=stack, prediction=None)
     if any(leaf.per != "token" for leaf in of_heads.cache_leaves(1)):

@@ -109,11 +109,10 @@ class StepWeights:
 
 
 class ModelWeights:
-    """A `megajax.inference.request.Weights`: those of the compiled steps of a model. What drafts sleeps as well."""
+    """A `megajax.inference.request.Weights`: those of the compiled steps of a model."""
 
     def __init__(self, programs: Programs):
         self._programs, self._at_rest = programs, dict[str, Any]()
-        self._drafting, self._draft_at_rest = programs.drafting, dict[str, Any]()
         self._slots = frozenset(specs(programs.loaded.model, Adapter))
         self._makes = StepWeights(programs.loaded)
 
@@ -141,27 +140,15 @@ class ModelWeights:
             self._at_rest[path] = jax.tree.map(HostArray.of, programs.weights[path])
         programs.weights.clear()
         programs.drop_cache()
-        if self._drafting is not None:
-            self._draft_at_rest |= jax.tree.map(HostArray.of, self._drafting.weights)
-            self._drafting.weights.clear()
-            self._drafting.drop_cache()
 
     def wake(self) -> None:
         programs = self._programs
         if programs.loaded.weights.keys() - programs.weights.keys() - self._at_rest.keys():
             raise UserError("the engine has no weights: call refit before it wakes up")
-        _move_back(self._at_rest, programs.weights)
-        jax.block_until_ready(programs.cache)
-        if self._drafting is not None:
-            _move_back(self._draft_at_rest, self._drafting.weights)
-            jax.block_until_ready(self._drafting.cache)
-
-
-def _move_back(at_rest: dict[str, Any], weights: dict[str, Any]) -> None:
-    """Move all weights from the host's memory to the devices."""
-    for path in [*at_rest]:
-        stored = at_rest.pop(path)
-        weights[path] = jax.tree.map(HostArray.on_devices, stored, is_leaf=lambda leaf: isinstance(leaf, HostArray))
+        for path in [*self._at_rest]:
+            stored, is_stored = self._at_rest.pop(path), lambda leaf: isinstance(leaf, HostArray)
+            programs.weights[path] = jax.tree.map(HostArray.on_devices, stored, is_leaf=is_stored)
+        programs.operate("allocate")
 
 
 def demand_alike(weights: Params, likes: Mapping[str, Any]) -> None:
