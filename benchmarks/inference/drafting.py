@@ -8,11 +8,10 @@ import jax
 
 import megajax as mj
 from megajax.inference.assembly import make_engine
-from megajax.inference.completion import complete
 from megajax.inference.config import Drafts, InferenceConfig
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.loading import model_on_mesh
+from megajax.inference.loaded_model import LoadedModel, model_on_mesh
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.mesh.config import ParallelConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig

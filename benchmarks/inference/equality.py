@@ -10,8 +10,8 @@ import numpy as np
 
 import megajax as mj
 from megajax.inference.assembly import engine_of_run
-from megajax.inference.completion import complete
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla_options import XlaConfig
 from megajax.training.check_compiler_options import inference_options

@@ -17,8 +17,7 @@ from safetensors.numpy import save_file
 from megajax.inference.assembly import TILE, for_steps
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.loaded_model import CacheSize, LoadedModel
-from megajax.inference.loading import load_weights
+from megajax.inference.loaded_model import CacheSize, LoadedModel, load_weights
 from megajax.inference.programs import Programs
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers

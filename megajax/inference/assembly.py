@@ -14,15 +14,13 @@ from jax.sharding import Mesh
 from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
-from megajax.inference.adapters.table import AdapterTable
+from megajax.inference.adapters import AdapterTable
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
-from megajax.inference.encoder.encoder_device import EncoderDevice
-from megajax.inference.encoder.encoder_programs import EncoderPrograms
+from megajax.inference.encoder import EncoderDevice, EncoderPrograms
 from megajax.inference.engine import Engine
-from megajax.inference.images.image_states import image_leaves
-from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart
-from megajax.inference.loading import model_on_mesh
+from megajax.inference.images import image_leaves
+from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart, model_on_mesh
 from megajax.inference.programs import Programs
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
@@ -87,7 +85,7 @@ def make_engine(
     buckets = buckets_up_to(max(2, config.rows), chunk, tile, **shapes)
     predicting = heads_alone(model.cfg, config.speculate) if config.drafts == "mtp" else None
     size = cache_size(config, length, model, dtype, () if predicting is None else predicting.cache_leaves(tensor))
-    model, heads, settings = for_steps(model), None, {"length": length, "dtype": dtype}
+    model, heads, settings = for_steps(model), None, dict[str, Any](length=length, dtype=dtype)
     if predicting is not None:
         # Rows have drafts in almost all steps.
         buckets = tuple(bucket for bucket in buckets if bucket.drafts)

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Any
 
 from megajax.config.errors import Problem, UserError
-from megajax.inference.adapters.table import AdapterTable
+from megajax.inference.adapters import AdapterTable
 from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, Embedding, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.request import (
@@ -169,8 +169,7 @@ class Engine:
     def load_adapter(self, name: str, values: Any) -> None:
         """Load an adapter for the following requests that name it.
 
-        values: see `megajax.inference.adapters.values.slot_values`. Raises UserError for a name in use, and if no slot
-        is free.
+        values: its arrays in a slot by path. Raises UserError for a name in use, and if no slot is free.
         """
         rows = [row for active in self._active.values() for row in active.sequences]
         self.adapters.load(name, values, {row.adapter.slot for row in rows if row.adapter is not None})

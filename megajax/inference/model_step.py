@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.inference.images.image_states import IMAGES, with_images
+from megajax.inference.images import IMAGES, with_images
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.step_arrays import AWAITED, Bucket, StepArrays
 from megajax.kernels.paged.capability import PagedKernel

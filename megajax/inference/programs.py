@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 
 from megajax.batch import Params
-from megajax.inference.images.image_states import (
+from megajax.inference.images import (
     IMAGES,
     ImagePool,
     image_input,
@@ -306,7 +306,7 @@ class Programs:
         return self._everywhere("score", step.bucket, scorer, targets)
 
     def write_adapter(self, slot: int, values: Mapping[str, np.ndarray]) -> None:
-        """Replace the adapter in a slot for the following steps. values: see `adapters.values.slot_values`."""
+        """Replace the adapter in a slot for the following steps. values: arrays of a slot by path."""
         self._everywhere("write_adapter", slot, values)
 
     def _everywhere(self, name: str, *arguments: Any) -> Any:

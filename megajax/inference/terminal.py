@@ -13,13 +13,13 @@ from typing import TextIO
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
 from megajax.display.text import visible
-from megajax.inference.completion import complete
 from megajax.inference.config import ImageFit
 from megajax.inference.engine import Engine
-from megajax.inference.images.reader import ImageReader
+from megajax.inference.images import ImageReader
 from megajax.inference.prompts import Prompt, demand_conversation, encode, write_answers
 from megajax.inference.request import Output, PromptImage, Refused, Request
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation

@@ -1,22 +1,24 @@
 """Loads a model for text generation from a run or a Hugging Face folder, with or without adapters."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from megajax.batch import Params
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.quantize_on_load import Quantizing
 from megajax.config.errors import UserError
+from megajax.config.hints import listed
 from megajax.config.read_limits import read_json
-from megajax.inference.adapters.values import AdapterWeights, slot_values
 from megajax.inference.assembly import encoder_engine, for_steps, make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, end_tokens_of
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.loading import demand_shapes, load_weights, stored_specs
+from megajax.inference.loaded_model import LoadedModel, demand_shapes, load_weights, stored_specs
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, tokenizer_folder, without_adapters
@@ -26,6 +28,8 @@ from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.low_rank import ADAPTERS
+from megajax.layers.param import Adapter, specs
+from megajax.mesh.replicated_heads import with_copied_heads
 from megajax.mesh.rules import Plan
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
@@ -181,9 +185,39 @@ def adapter_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Params]:
         if adapted.lora.decomposed:
             raise UserError(f"{folder} is a DoRA adapter, which can't be one of several: merge it with --adapter")
         paths = [path for path in source.shapes() if path.endswith(ADAPTERS)]
-        return slot_values(loaded.model, AdapterWeights(source, paths, adapted.lora.rank, adapted.lora.scale()))
+        return slot_values(loaded.model, source, paths, adapted.lora.rank, adapted.lora.scale())
 
     return read
+
+
+def slot_values(
+    loaded: LoadedModel, source: WeightSource, paths: Collection[str], rank: int, scale: float
+) -> dict[str, np.ndarray]:
+    """The arrays of an adapter for `Programs.write_adapter`, on the host; may be called from any thread.
+
+    source: may hold other weights as well; paths: of the matrices A and B of the adapter in it; scale: factor on its
+    output. Raises UserError for a model without slots, a larger rank, and matrices that have no slot.
+    """
+    slots, where = loaded.adapters, source.where
+    if slots is None:
+        raise UserError(f"{where}: the engine has no slots for adapters: set inference.adapters")
+    if rank > slots.rank:
+        message = f"{where} has rank {rank}, and slots have rank {slots.rank}"
+        raise UserError(f"{message}: set inference.adapter_rank={rank}")
+    declared = specs(loaded.model, Adapter)
+    if others := sorted(path for path in paths if path not in declared):
+        names = listed([path.rpartition(".")[0] for path in others])
+        raise UserError(f"{where} adapts {names}, which can't have several adapters, such as experts: merge it instead")
+    values = {}
+    for path, spec in declared.items():
+        axis, dtype = spec.axes.index("rank"), jax.tree.leaves(loaded.weights[path])[0].dtype
+        slot = np.zeros((*spec.shape[:axis], slots.rank, *spec.shape[axis + 1 :]), dtype)
+        if path in paths:
+            box = tuple(slice(0, rank if at == axis else size) for at, size in enumerate(slot.shape))
+            stored, is_output = source.read(path, box).astype(np.float32), axis < slot.ndim - 1
+            slot[box] = stored * np.float32(scale) if is_output else stored
+        values[path] = with_copied_heads(slot, spec.axes, loaded.layout.plan.tensor)
+    return values
 
 
 def weight_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Callable[[], Params]]:

@@ -7,9 +7,9 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
-from megajax.inference.completion import complete
 from megajax.inference.config import InferenceConfig
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.check_compiler_options import inference_options
 from megajax.training.scoring import Scorer, Stopped

@@ -24,10 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.batch import SAMPLE, Batch, Params
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_layout, engine_of_run, model_refusal
-from megajax.inference.completion import complete
 from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.kernels.attention.tiles import TILE
 from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.mesh.named_shardings import replicated, unsharded_rows

@@ -17,14 +17,14 @@ from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
 from test_steps_of_variants import mixture
 
 from megajax.config.errors import UserError
-from megajax.inference.adapters.table import AdapterTable
-from megajax.inference.adapters.values import AdapterWeights, slot_values
+from megajax.inference.adapters import AdapterTable
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel, layers_apart
 from megajax.inference.programs import Programs
 from megajax.inference.request import Refused
 from megajax.inference.sampling.chooser import choosers
+from megajax.interop.loading import slot_values
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import Adapter, specs
@@ -47,8 +47,8 @@ class Drawn:
     def read(self, path: str, box: Any) -> np.ndarray:
         return self.arrays[path][box]
 
-    def stored(self) -> AdapterWeights:
-        return AdapterWeights(self, self.arrays.keys(), self.lora.rank, self.lora.scale())
+    def values(self, model: LoadedModel) -> dict[str, np.ndarray]:
+        return slot_values(model, self, self.arrays.keys(), self.lora.rank, self.lora.scale())
 
     def merged(self, model: LoadedModel) -> LoadedModel:
         weights = dict(model.weights)
@@ -83,7 +83,7 @@ def engine_of(programs: Programs, slots: int = 0, blocks: int = 64) -> Engine:
 
 def load(engine: Engine, name: str, adapter: Drawn) -> None:
     assert isinstance(engine.device, ModelDevice)
-    engine.load_adapter(name, slot_values(engine.device.programs.loaded, adapter.stored()))
+    engine.load_adapter(name, adapter.values(engine.device.programs.loaded))
 
 
 def client(prompt: Iterable[int], adapter: str | None, **settings: Any) -> Client:
@@ -250,11 +250,11 @@ def test_refusals(base: LoadedModel, slots: Programs, adapters: dict[str, Drawn]
         engine.drop_adapter("b")
     with pytest.raises(UserError, match=r"rank 6, and slots have rank 4: set inference\.adapter_rank=6"):
         load(engine, "b", Drawn(LLAMA, LoRAConfig(rank=6), 5))
-    other = adapters["b"].stored()._replace(paths=["stack.blocks.0.mlp.experts.up.lora_a"])
+    experts = ["stack.blocks.0.mlp.experts.up.lora_a"]
     with pytest.raises(
         UserError, match=r"adapts stack\.blocks\.0\.mlp\.experts\.up, which can't have several adapters"
     ):
-        slot_values(slots.loaded, other)
+        slot_values(slots.loaded, adapters["b"], experts, 1, 1.0)
     plain = engine_of(programs_of(base, [], blocks=4))
     with pytest.raises(UserError, match=r"no slots for adapters: set inference\.adapters"):
         load(plain, "a", adapters["a"])

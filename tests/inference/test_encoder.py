@@ -14,8 +14,7 @@ from test_programs import VOCABULARY
 from megajax.config.errors import UserError
 from megajax.inference.assembly import encoder_engine
 from megajax.inference.config import InferenceConfig
-from megajax.inference.encoder.encoder_device import EncoderDevice
-from megajax.inference.encoder.encoder_programs import EncoderPrograms
+from megajax.inference.encoder import EncoderDevice, EncoderPrograms
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Refused

@@ -15,10 +15,10 @@ from megajax.batch import SAMPLE
 from megajax.config.errors import UserError
 from megajax.data.text.config import MockConfig
 from megajax.inference.assembly import demand_equality, engine_of_run
-from megajax.inference.completion import complete
 from megajax.inference.config import InferenceConfig
 from megajax.inference.engine import Engine
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.kernels.attention.tiles import TILE
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig

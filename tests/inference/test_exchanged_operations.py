@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.inference.embedder import Embedder
+from megajax.inference.device import Embedder
 from megajax.inference.processes.group import decode, encode
 from megajax.inference.sampling.choose import Program
 from megajax.inference.sampling.chooser import PromptScorer, RowChooser

@@ -14,12 +14,12 @@ from stand_in import StandIn, expected
 from megajax.command_line.parser import Flag
 from megajax.config.errors import ConfigError, UserError
 from megajax.generate import main
-from megajax.inference.completion import complete
 from megajax.inference.engine import Engine
 from megajax.inference.prompts import Prompt, encode, read_prompts
 from megajax.inference.request import ImageInput
 from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
 from megajax.inference.terminal import Screen, Session
+from megajax.inference.worker import complete
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.tokenizers.conversation import Conversation

@@ -21,8 +21,7 @@ from megajax.inference.assembly import engine_of_run
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
-from megajax.inference.loaded_model import LoadedModel, layers_apart
-from megajax.inference.loading import model_on_mesh
+from megajax.inference.loaded_model import LoadedModel, layers_apart, model_on_mesh
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.weights.refit import ModelWeights
 from megajax.layers.param import specs

@@ -22,7 +22,7 @@ from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quanti
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
-from megajax.inference.loading import demand_divisible, load_weights
+from megajax.inference.loaded_model import demand_divisible, load_weights
 from megajax.interop.loading import quantized_weights
 from megajax.interop.origin import Origin
 from megajax.interop.runs.format import open_step

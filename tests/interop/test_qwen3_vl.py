@@ -18,11 +18,10 @@ from megajax import convert
 from megajax.checkpoint.weights.foreign import demand_fit
 from megajax.data.images.image_text import document_leaves
 from megajax.data.images.transforms import patch_image
-from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.images.image_states import image_input
-from megajax.inference.images.reader import ImageReader, ReadImage
+from megajax.inference.images import ImageReader, ReadImage, image_input
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.interop.formats import open_stored
 from megajax.interop.huggingface.registry import families, lost_settings
 from megajax.interop.loading import load, start_engine

@@ -9,9 +9,9 @@ from safetensors.numpy import load_file
 from small_jobs import losses, run_config
 
 from megajax.faults.config import ResilienceConfig
-from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.interop import conversion
 from megajax.interop.loading import load, start_engine
 from megajax.interop.origin import Origin, generation_config

@@ -14,9 +14,9 @@ from megatron_cases import FOLDER as ORACLE
 from megatron_run import OneDevice
 from safetensors.numpy import load_file
 
-from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.interop import conversion
 from megajax.interop.formats import open_stored
 from megajax.interop.loading import load, start_engine

@@ -14,9 +14,9 @@ from megatron_run import OneDevice
 from safetensors.numpy import load_file
 
 from megajax.config.errors import UserError
-from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.interop import conversion
 from megajax.interop.loading import load, start_engine
 from megajax.interop.origin import Origin, generation_config

@@ -11,7 +11,6 @@ from flax import nnx
 from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
 from megatron_cases import Comparison, cases
 
-from megajax.inference.completion import complete
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
@@ -19,6 +18,7 @@ from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
 from megajax.interop.loading import load, start_engine
 from megajax.interop.origin import Origin, generation_config
 

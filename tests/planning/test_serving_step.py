@@ -11,7 +11,7 @@ from megajax.checkpoint.weights.foreign import declared_by
 from megajax.compiled.gpus import GIB, GPUS, Cluster
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.inference.loading import load_weights, without_weights
+from megajax.inference.loaded_model import load_weights, without_weights
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.mesh.config import ParallelConfig

@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 from megajax.data.chat.preference_config import PreferencesConfig
 from megajax.data.rows.splits import Rows
 from megajax.inference.assembly import engine_layout
-from megajax.inference.loading import model_on_mesh
+from megajax.inference.loaded_model import model_on_mesh
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.session import setup
 from megajax.tuning.rollouts import RewardModel

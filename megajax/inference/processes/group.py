@@ -24,9 +24,8 @@ import numpy as np
 from megajax.config.errors import UserError, first_line
 from megajax.faults.exit_codes import HANG
 from megajax.faults.unfailing_output import to_stderr
-from megajax.inference.device import ModelDevice
-from megajax.inference.embedder import Embedder
-from megajax.inference.encoder.encoder_device import EncoderDevice
+from megajax.inference.device import Embedder, ModelDevice
+from megajax.inference.encoder import EncoderDevice
 from megajax.inference.sampling.choose import Drawing, Edits, RowSampling
 from megajax.inference.sampling.chooser import PromptScorer
 from megajax.inference.speculation.prediction_heads import AfterStep

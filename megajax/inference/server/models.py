@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
-from megajax.inference.images.reader import ImageReader, ReadImage
+from megajax.inference.images import ImageReader, ReadImage
 from megajax.inference.request import Pooling, PromptImage
 from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import invalid

@@ -20,10 +20,9 @@ from megajax.display.banner import Section, plain
 from megajax.display.text import count
 from megajax.inference.config import ImageFit
 from megajax.inference.device import ModelDevice
-from megajax.inference.encoder.encoder_device import EncoderDevice
-from megajax.inference.encoder.encoder_programs import EncoderPrograms
+from megajax.inference.encoder import EncoderDevice, EncoderPrograms
 from megajax.inference.engine import Engine
-from megajax.inference.images.reader import ImageReader
+from megajax.inference.images import ImageReader
 from megajax.inference.programs import Programs
 from megajax.inference.request import Pooling
 from megajax.inference.sampling_settings import Sampling

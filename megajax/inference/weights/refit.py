@@ -11,8 +11,7 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.config.errors import UserError
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.loading import in_step, stored_specs
+from megajax.inference.loaded_model import LoadedModel, in_step, stored_specs
 from megajax.inference.programs import Programs
 from megajax.layers.param import Adapter, Observation, ParamSpec, specs
 

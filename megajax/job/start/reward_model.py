@@ -6,8 +6,7 @@ from pathlib import Path
 
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_layout
-from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.loading import load_weights
+from megajax.inference.loaded_model import LoadedModel, load_weights
 from megajax.interop.formats import open_stored, split_name
 from megajax.interop.loading import quantized_weights
 from megajax.interop.origin import Origin, run_config

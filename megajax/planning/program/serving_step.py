@@ -7,8 +7,7 @@ from typing import Any
 from megajax.compiled import gpus as devices
 from megajax.compiled.gpus import GIB, Cluster
 from megajax.config.errors import UserError
-from megajax.inference.loaded_model import CacheSize
-from megajax.inference.loading import without_weights
+from megajax.inference.loaded_model import CacheSize, without_weights
 from megajax.inference.programs import Programs
 from megajax.inference.step_arrays import Bucket
 from megajax.kernels.attention.capability import Request

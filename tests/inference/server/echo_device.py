@@ -10,7 +10,7 @@ import numpy as np
 from started_step import StandInStep
 
 from megajax.config.errors import UserError
-from megajax.inference.embedder import pooled_positions
+from megajax.inference.device import pooled_positions
 from megajax.inference.request import ImageInput, Pooled, Sampled, Sequence, Step, TokenScore
 
 BAD, DEATH = tuple(b"bad logits"), tuple(b"death")

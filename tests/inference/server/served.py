@@ -13,9 +13,9 @@ from echo_device import EchoDevice, EchoWeights
 from waiting import wait_until
 
 from megajax.config.errors import UserError
-from megajax.inference.adapters.table import AdapterTable
+from megajax.inference.adapters import AdapterTable
 from megajax.inference.engine import Engine
-from megajax.inference.images.reader import ImageReader
+from megajax.inference.images import ImageReader
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import Access, ServerConfig

@@ -1,9 +1,11 @@
-"""The compiled programs of an encoder: embeddings of texts, padded to a few lengths and numbers of texts."""
+"""An engine of models that read whole texts and give their embeddings, and no text: compiled programs, padded to a few
+lengths and numbers of texts, and a device that takes whole prompts. There is no cache, and no next token."""
 
+from collections import abc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,13 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.request import Announced
+from megajax.inference.request import Announced, Pooled, Sampled, Sequence, Step
 from megajax.inference.step_arrays import lengths_up_to, smaller_counts
 
 POOLINGS = ("first", "last", "mean")
 """The kinds of `request.Pooling`, numbered in this order."""
+TILE = 32
+"""Tokens in which the scheduler counts prompts."""
 
 
 class EncoderPrograms:
@@ -82,3 +86,76 @@ class EncoderPrograms:
                 lowered = jitted.lower(loaded.described().weights, loaded.like(count, length), texts, texts)
                 self._compiled[count, length] = lowered.compile(compiler_options=dict(loaded.options))
         return self._compiled[count, length]
+
+
+class EncoderDevice:
+    """A `megajax.inference.request.Device`. Prompts of one step are grouped by their padded lengths."""
+
+    top, drafts, prefix_sharing, window, snapshots, memory, images = 0, 0, False, None, 0, 0, None
+    generates = False
+    experts: Any = None
+
+    def __init__(self, programs: EncoderPrograms, vocabulary: int):
+        """vocabulary: ids in use."""
+        self.programs, self.vocabulary, self.length = programs, vocabulary, programs.lengths[-1]
+        self.rows, self.replicas = programs.counts[-1], programs.replicas
+        self.tile = self.block = TILE
+        blocks = -(-self.length // TILE)
+        self.chunk, self.blocks = self.rows * blocks * TILE, self.rows * blocks
+
+    def start(self, work: abc.Sequence[Step | None]) -> "EncoderStep":
+        """Dispatch the prompts of a step. A part of a prompt waits until the step with its end."""
+        complete = [
+            [row for row, start, count in step.prompts if start + count == row.prompt] if step else [] for step in work
+        ]
+        groups = []
+        for shorter, length in zip((0, *self.programs.lengths), self.programs.lengths, strict=False):
+            rows = [[row for row in replica if shorter < row.prompt <= length] for replica in complete]
+            if any(rows):
+                groups.append(self._group(rows, length))
+        return EncoderStep(work, groups)
+
+    def _group(self, rows: abc.Sequence[abc.Sequence[Sequence]], length: int) -> "Group":
+        """The dispatched texts of each replica, all padded to a length."""
+        most = max(map(len, rows))
+        count = next(count for count in self.programs.counts if count >= most)
+        tokens = np.zeros((self.replicas * count, length), np.int32)
+        counts, poolings = (np.zeros(len(tokens), np.int32) for _ in range(2))
+        places: dict[Sequence, int] = {}
+        for replica, texts in enumerate(rows):
+            for place, row in enumerate(texts, start=replica * count):
+                tokens[place, : row.prompt], counts[place] = row.tokens[: row.prompt], row.prompt
+                poolings[place], places[row] = POOLINGS.index(row.pooling or "mean"), place
+        return Group(places, self.programs.embed(tokens, counts, poolings))
+
+
+class Group(NamedTuple):
+    """Texts of one padded length."""
+
+    places: dict[Sequence, int]
+    sums: Any
+    """float32 [texts, D]."""
+
+
+class EncoderStep:
+    """A `megajax.inference.request.StartedStep` of an encoder."""
+
+    def __init__(self, work: abc.Sequence[Step | None], groups: abc.Sequence[Group]):
+        self._work, self._groups = work, groups
+
+    def choose(self) -> None:
+        """There is no next token to choose."""
+
+    def results(self) -> list[list[Sampled]]:
+        vectors: dict[Sequence, np.ndarray] = {}
+        for group in self._groups:
+            sums = jax.device_get(group.sums)
+            vectors |= {row: sums[place] for row, place in group.places.items()}
+        return [[_result(vectors.get(row)) for row, _ in step.parts()] if step else [] for step in self._work]
+
+
+def _result(vector: np.ndarray | None) -> Sampled:
+    """The token has no meaning: no text follows."""
+    if vector is None:
+        return Sampled(0, 0.0)
+    return Sampled(0, 0.0, finite=bool(np.isfinite(vector).all()), pooled=Pooled(0, vector))

@@ -1,1 +1,0 @@
-"""Adapters in the slots of a model, one for each request."""

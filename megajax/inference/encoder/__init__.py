@@ -1,1 +1,0 @@
-"""An engine of models that read whole texts and give their embeddings, and no text."""
