@@ -5,7 +5,12 @@ from types import MappingProxyType
 
 from megajax.config.overrides import short_type
 
-REMOVED: Mapping[str, str] = MappingProxyType({})
+REMOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "draft_hf": "was removed: drafts come from earlier text or the model's own heads (inference.drafts)",
+        "draft_run": "was removed: drafts come from earlier text or the model's own heads (inference.drafts)",
+    }
+)
 """Setting (also below any parent), flag or class, with underscores -> the rest of the sentence."""
 
 
