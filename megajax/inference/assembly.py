@@ -16,7 +16,7 @@ from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.inference.adapters import AdapterTable
 from megajax.inference.config import InferenceConfig
-from megajax.inference.device import ModelDevice
+from megajax.inference.device import ModelDevice, ModelWeights
 from megajax.inference.encoder import EncoderDevice, EncoderPrograms
 from megajax.inference.engine import Engine
 from megajax.inference.images import image_leaves
@@ -27,7 +27,6 @@ from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.inference.speculation.earlier_text import EarlierText
 from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads, heads_alone
 from megajax.inference.step_arrays import buckets_up_to
-from megajax.inference.weights.refit import ModelWeights
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.paged.capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.attention.config import AttentionConfig

@@ -1,7 +1,9 @@
-"""A model as the device of an engine: steps of the scheduler in, sampled tokens out."""
+"""A model as the device of an engine: steps of the scheduler in, sampled tokens out; and its weights, which may be
+replaced, moved to the memory of the host, or dropped."""
 
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from megajax.batch import Params
+from megajax.config.errors import UserError
+from megajax.inference.loaded_model import StepWeights, demand_alike
 from megajax.inference.model_step import STATES
 from megajax.inference.programs import Dispatched, Programs
 from megajax.inference.request import Pooled, Sampled, Sequence, Step, TokenScore
@@ -16,6 +21,7 @@ from megajax.inference.sampling.choose import Chosen
 from megajax.inference.sampling.chooser import TOP, PromptScorer, PromptScores, RowChooser, place, program_of
 from megajax.inference.step_arrays import Bucket, first_tokens
 from megajax.layers.decoding import Cache
+from megajax.layers.param import Adapter, specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.named_shardings import replicated
 from megajax.models.answers.config import EXPERTS
@@ -130,6 +136,75 @@ def pooled_positions(step: Step, number: int) -> range:
     if row.pooling == "first":
         return range(start, 1)
     return range(start if row.pooling == "mean" else max(start, row.prompt - 1), start + count)
+
+
+class HostArray(NamedTuple):
+    """An array in host memory: the parts of this process's devices."""
+
+    shape: tuple[int, ...]
+    sharding: Any
+    parts: Mapping[Any, np.ndarray]
+    """By the place of the part in the array; parts that several devices have are kept once."""
+    places: tuple[tuple[jax.Device, Any], ...]
+    """Each device with the place of its part."""
+
+    @classmethod
+    def of(cls, array: Array) -> "HostArray":
+        """A copy of an array; on CPUs the array's own memory."""
+        parts, places = {}, []
+        for shard in array.addressable_shards:
+            place = str(shard.index)
+            parts.setdefault(place, np.asarray(shard.data))
+            places.append((shard.device, place))
+        return cls(array.shape, array.sharding, parts, tuple(places))
+
+    def on_devices(self) -> Array:
+        """The array on the devices."""
+        parts = [jax.device_put(self.parts[place], device) for device, place in self.places]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
+
+
+class ModelWeights:
+    """A `megajax.inference.request.Weights`: those of the compiled steps of a model."""
+
+    def __init__(self, programs: Programs):
+        self._programs, self._at_rest = programs, dict[str, Any]()
+        self._slots = frozenset(specs(programs.loaded.model, Adapter))
+        self._makes = StepWeights(programs.loaded)
+
+    def prepare(self, weights: Any, *, shared: bool = False) -> Callable[[], Params]:
+        """weights: the arrays of a training state by path; or a function that returns weights as steps read them.
+        shared: see `Engine.refit`."""
+        if callable(weights):
+            return weights
+        self._makes.check(weights)
+        return partial(self._makes, weights, shared=shared)
+
+    def replace(self, make: Callable[[], Params]) -> None:
+        programs, likes = self._programs, self._programs.loaded.weights
+        # Adapters stay.
+        for weights in (self._at_rest, programs.weights):
+            for path in weights.keys() - self._slots:
+                del weights[path]
+        new = make()
+        demand_alike(new, {path: like for path, like in likes.items() if path not in self._slots})
+        programs.weights |= new
+
+    def sleep(self, *, keep: bool) -> None:
+        programs = self._programs
+        for path in [*programs.weights] if keep else self._slots & programs.weights.keys():
+            self._at_rest[path] = jax.tree.map(HostArray.of, programs.weights[path])
+        programs.weights.clear()
+        programs.drop_cache()
+
+    def wake(self) -> None:
+        programs = self._programs
+        if programs.loaded.weights.keys() - programs.weights.keys() - self._at_rest.keys():
+            raise UserError("the engine has no weights: call refit before it wakes up")
+        for path in [*self._at_rest]:
+            stored, is_stored = self._at_rest.pop(path), lambda leaf: isinstance(leaf, HostArray)
+            programs.weights[path] = jax.tree.map(HostArray.on_devices, stored, is_leaf=is_stored)
+        programs.operate("allocate")
 
 
 class ModelStep:

@@ -4,8 +4,9 @@ Each device reads its own shards, in the compute dtype: beyond the model, neithe
 more than about one weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -270,3 +271,81 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
 
 def _rows(spec: ParamSpec) -> range | None:
     return range(len(spec.layers)) if spec.layers else None
+
+
+class StepWeights:
+    """Makes the weights of an engine's steps from those of a training state. Compiled once."""
+
+    def __init__(self, loaded: LoadedModel):
+        """loaded: with shapes in place of weights, as steps read them."""
+        self._loaded, self._make = loaded, cache(self._program)
+        self._declared = {**stored_specs(loaded.model), **specs(loaded.model, Observation)}
+
+    def check(self, arrays: Mapping[str, Any]) -> None:
+        """Raises UserError that lists the arrays that are missing, unknown, or of another shape, dtype or mesh."""
+        problems = [f"{path}: not in the model" for path in arrays.keys() - self._declared.keys()]
+        for path, spec in self._declared.items():
+            if (problem := self._problem(spec, arrays.get(path))) is not None:
+                problems.append(f"{path}: {problem}")
+        if problems:
+            raise UserError("\n  ".join(["the arrays are not this model's weights:", *sorted(problems)]))
+
+    def _problem(self, spec: ParamSpec, array: Any) -> str | None:
+        shape = spec.shape if spec.updater is None else spec.updater.shape(spec.shape)
+        if array is None:
+            return "missing"
+        if tuple(array.shape) != shape:
+            return f"{list(array.shape)} given, {list(shape)} in the model"
+        dtype = jnp.dtype(spec.dtype)
+        floats = all(jnp.issubdtype(kind, jnp.floating) for kind in (array.dtype, dtype))
+        if array.dtype != dtype and not (floats and spec.role != "quantized"):
+            return f"{array.dtype} given, {dtype} in the model"
+        if isinstance(array, Array) and array.is_deleted():
+            return "deleted: a step of training has taken its memory"
+        if isinstance(array, Array) and array.sharding.device_set != set(self._loaded.mesh.devices.flat):
+            return "on other devices than the engine's"
+        return None
+
+    def __call__(self, arrays: Params, *, shared: bool) -> Params:
+        """The weights. Unless `shared`, they have memory of their own: a step of training may overwrite the arrays."""
+        likes = self._loaded.weights
+        ready = {path for path in self._declared if shared and self._is_ready(path, arrays[path])}
+        others = {path: arrays[path] for path in self._declared if path not in ready}
+        with jax.set_mesh(self._loaded.mesh):
+            weights = self._make(frozenset(others))(others)
+        # No copy: it gives an array on the same memory the name that steps have for its layout.
+        return weights | {path: jax.device_put(arrays[path], likes[path].sharding) for path in ready}
+
+    def _is_ready(self, path: str, array: Array) -> bool:
+        """Whether steps read the array as it is."""
+        like = self._loaded.weights[path]
+        if isinstance(like, tuple) or self._declared[path].updater is not None:
+            return False
+        alike = (array.shape, array.dtype) == (like.shape, like.dtype)
+        return alike and array.sharding.is_equivalent_to(like.sharding, array.ndim)
+
+    def _program(self, paths: frozenset[str]) -> Callable[[Params], dict[str, Any]]:
+        loaded, likes = self._loaded, {path: self._loaded.weights[path] for path in sorted(paths)}
+
+        def make(arrays: Params) -> dict[str, Any]:
+            weights: dict[str, Any] = {}
+            for path, array in arrays.items():
+                used = in_step(loaded.layout, self._declared[path], array, jax.tree.leaves(likes[path])[0].dtype)
+                # Without a copy, jax returns an argument that the program does not change.
+                weights[path] = tuple(used) if isinstance(likes[path], tuple) else jnp.copy(used)
+            return weights
+
+        return jax.jit(make, out_shardings=jax.tree.map(lambda like: like.sharding, likes))
+
+
+def demand_alike(weights: Params, likes: Mapping[str, Any]) -> None:
+    """Raises UserError unless weights have the names, shapes, dtypes and layouts of others."""
+    present, wanted = ({path: _described(w) for path, w in tree.items()} for tree in (weights, likes))
+    if others := sorted(path for path in present.keys() | wanted.keys() if present.get(path) != wanted.get(path)):
+        path = others[0]
+        difference = f"{path} is {present.get(path)}, not {wanted.get(path)}"
+        raise UserError(f"{len(others)} of {len(wanted)} weights do not fit the compiled steps: {difference}")
+
+
+def _described(weight: Any) -> list[tuple[Any, ...]]:
+    return [(leaf.shape, leaf.dtype.name, leaf.sharding) for leaf in jax.tree.leaves(weight)]

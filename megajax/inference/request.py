@@ -380,7 +380,7 @@ class StartedStep(Protocol):
 
 
 class Weights(Protocol):
-    """The weights of a device's steps: `megajax.inference.weights.refit.ModelWeights`, or a stand-in in tests."""
+    """The weights of a device's steps: `megajax.inference.device.ModelWeights`, or a stand-in in tests."""
 
     def prepare(self, weights: Any, *, shared: bool = False) -> Callable[[], Any]:
         """Check other weights -> a function that makes those of the steps; shared: see `Engine.refit`.

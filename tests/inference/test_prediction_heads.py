@@ -16,13 +16,12 @@ from test_speculation import SETTINGS, TEXT
 from megajax.config.errors import UserError
 from megajax.inference.assembly import FreeMemory, cache_size, make_engine
 from megajax.inference.config import InferenceConfig
-from megajax.inference.device import ModelDevice
+from megajax.inference.device import ModelDevice, ModelWeights
 from megajax.inference.engine import Engine, Statistics
 from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.server.server import _drafts
 from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads
-from megajax.inference.weights.refit import ModelWeights
 from megajax.layers.context import Context
 from megajax.layers.param import bind
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig

@@ -19,11 +19,10 @@ from test_programs import MODELS, VOCABULARY
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run
 from megajax.inference.config import InferenceConfig
-from megajax.inference.device import ModelDevice
+from megajax.inference.device import ModelDevice, ModelWeights
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel, layers_apart, model_on_mesh
 from megajax.inference.sampling.chooser import choosers
-from megajax.inference.weights.refit import ModelWeights
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh

@@ -1,1 +1,0 @@
-"""The weights of an engine's steps while it lives."""
