@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from megajax.batch import SAMPLE, Batch, Params
 from megajax.config.errors import UserError
@@ -29,7 +29,6 @@ from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
 from megajax.kernels.attention.tiles import TILE
-from megajax.mesh.config import BATCH_AXES, devices_over
 from megajax.mesh.named_shardings import replicated, unsharded_rows
 from megajax.mesh.processes.peers import Peers
 from megajax.models.answers.advantages import group_advantages, total_reward
@@ -56,10 +55,10 @@ class RewardModel:
                 f"data.reward_model reads {cfg.sequence_length} tokens, data.prompt_tokens + data.max_tokens are "
                 f"{slot}: lower them, or take another model"
             )
-        sequences, shards = cfg.head.sequences(), devices_over(loaded.mesh.shape, BATCH_AXES)
+        sequences, shards = cfg.head.sequences(), loaded.replicas
         rows = min(ceil(answers / sequences / shards), max(1, MOST_TOKENS // (slot * sequences)))
         self._loaded, self._shape = loaded, (shards * rows, sequences, slot)
-        self._sharding = NamedSharding(loaded.mesh, loaded.layout.plan.compute.spec(("batch", None, None)))
+        self._sharding = loaded.sharding("batch", None, None)
 
         def scores(weights: Any, tokens: Array, segments: Array) -> Array:
             # A model of single sequences reads [B, S].
