@@ -11,7 +11,7 @@ import pytest
 from compiled_steps import loaded, programs_of
 from test_engine import Client, serve
 from test_programs import HEADS, MAMBA, ROPE, VOCABULARY, decoder
-from test_speculation import SETTINGS, TEXT
+from test_speculation import SETTINGS, TEXT, compare
 
 from megajax.config.errors import UserError
 from megajax.inference.assembly import FreeMemory, cache_size, make_engine
@@ -51,16 +51,6 @@ def answers(device: ModelDevice, kinds: Any = SETTINGS * 2, *, tokens: int = 40)
     engine = Engine(device, drafter=FromStep)
     serve(engine, *clients)
     return clients, engine.statistics()
-
-
-def compare(plain: list[Client], drafted: list[Client]) -> None:
-    """Asserts equal tokens, ends and scores."""
-    for first, second in zip(plain, drafted, strict=True):
-        for expected, answer in zip(first.answers(), second.answers(), strict=True):
-            assert (answer.tokens, answer.finish) == (expected.tokens, expected.finish)
-            for one, other in zip(expected.scores, answer.scores, strict=True):
-                assert (one.token, one.rank) == (other.token, other.rank)
-                np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
 
 
 PLAIN = ({}, {"temperature": 1, "seed": 1, "n": 2}, {"temperature": 0.8, "top_p": 0.9, "seed": 2}, {"logprobs": 2})

@@ -305,6 +305,17 @@ def devices(request: pytest.FixtureRequest) -> tuple[ModelDevice, ModelDevice]:
     return made[0], made[1]
 
 
+def compare(plain: list[Client], drafted: list[Client]) -> None:
+    """Asserts equal tokens, ends and scores."""
+    for first, second in zip(plain, drafted, strict=True):
+        for expected, answer in zip(first.answers(), second.answers(), strict=True):
+            assert (answer.tokens, answer.finish) == (expected.tokens, expected.finish)
+            for one, other in zip(expected.scores, answer.scores, strict=True):
+                assert (one.token, one.rank) == (other.token, other.rank)
+                np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
 def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: Any, compiled: list[str]) -> None:
     """With few blocks and shared prefixes; nothing is compiled."""
     draw, runs = random.Random(4), []
@@ -324,13 +335,7 @@ def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: An
         runs.append((clients, engine.statistics()))
     assert compiled == []
     (plain, before), (drafted, after) = runs
-    for first, second in zip(plain, drafted, strict=True):
-        for expected, answer in zip(first.answers(), second.answers(), strict=True):
-            assert (answer.tokens, answer.finish) == (expected.tokens, expected.finish)
-            for one, other in zip(expected.scores, answer.scores, strict=True):
-                assert (one.token, one.rank) == (other.token, other.rank)
-                np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
-                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    compare(plain, drafted)
     assert after.preemptions_total > 0 and after.shared_tokens_total > 0
     assert after.accepted_tokens_total > 200 and after.steps_total < 0.7 * before.steps_total
 
