@@ -89,9 +89,9 @@ def common_times(stamps: Sequence[Stamp], attempt_starts: Sequence[bool]) -> lis
 
 
 MOST_STEPS = 2**53
+"""A larger number of steps is invalid."""
 LONGEST_LINE = 2**24
 """Maximum characters of a line of metrics or events."""
-"""A larger number of steps is invalid."""
 
 LINE_BEGINS = '{"time":'
 """First characters of every line of events.jsonl."""
@@ -125,7 +125,7 @@ class Event:
     time: float
     """Seconds since 1970, as written."""
     at: float
-    """The time on the common axis of all lines, for durations: see clocks.py."""
+    """The time on the common axis of all lines, for durations; see `common_times`."""
     name: str
     step: int | None
     fields: Mapping[str, Any]

@@ -3,7 +3,7 @@
 FOLDER/RUN/                 checkpoint.local.folder, and the name in the run's local.json
   run.json                  the shared checkpoints folder that it belongs to
   machine                   a random name written by the first process; processes that read the same name share a folder
-  process_K/STEP/           a set of process K; see sets.py
+  process_K/STEP/           a set of process K; see shard_files.py
 """
 
 import contextlib

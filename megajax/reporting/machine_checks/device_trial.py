@@ -1,4 +1,4 @@
-"""Test all devices of jax in stages, printing JSON lines. Any stage may hang or crash: see trial.py."""
+"""Test all devices of jax in stages, printing JSON lines. Any stage may hang or crash: see device_checks.py."""
 
 import faulthandler
 import json
