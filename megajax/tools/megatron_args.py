@@ -16,20 +16,24 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.hints import did_you_mean
 from megajax.config.overrides import join
 from megajax.config.read_limits import read_file
-from megajax.interop.megatron.flags.reading import UNKNOWN, Word, spellings
+from megajax.config.removed import removed
+from megajax.interop.megatron.expanded_commands import read_commands
+from megajax.interop.megatron.flags.reading import spellings
 from megajax.interop.megatron.flags.translate import FLAGS, SCRIPTS, Converted, convert
-from megajax.interop.megatron.shell.interpreter import read_script
-from megajax.interop.megatron.shell.state import Command
+from megajax.interop.megatron.run_script import run_script
 from megajax.layers.block.config import BlockConfig
 from megajax.storage.write_errors import write_fault
 from megajax.tools.json_output import first_word
 from megajax.training.run_config import RunConfig
 
 USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
-python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS] [-- --num-layers 24 …]
-                                                                           a shell script, read and not run, and
-                                                                           flags to add to those of its command
+python -m megajax.tools.megatron_args [options] COMMAND.txt [-- FLAGS]     a file with the expanded command, torchrun …
+                                                                           pretrain_gpt.py --num-layers 24 …; - for
+                                                                           standard input; flags to add
 python -m megajax.tools.megatron_args [options] FILE.yaml                  a file of flags and values (or .json)
+python -m megajax.tools.megatron_args [options] --run-script SCRIPT.sh [ARGUMENTS] [-- FLAGS]
+                                                                           a script of your own, which bash runs
+                                                                           without starting its programs
 
 Writes a config file from a Megatron-LM command line, with Megatron-LM's defaults for flags that are not given. Reports
 the result for each flag on standard error. Unsupported flags are refused: nothing is written, and the exit code is 2.
@@ -38,8 +42,7 @@ the result for each flag on standard error. Unsupported flags are refused: nothi
   --force               overwrite an existing file
   --partial             write the config even if flags are refused, without their effect
   --define=NAME=VALUE   a variable that the script takes from its environment; may be repeated
-  --assume=LINE=ANSWER  true or false, for a condition of the script that is not known; may be repeated
-  --command=NUMBER      which one to convert if the script trains several times
+  --command=NUMBER      which one to convert if there are several that train
 """
 
 
@@ -63,21 +66,18 @@ class Options:
     force: bool = False
     partial: bool = False
     defined: dict[str, str] = field(default_factory=dict)
-    answers: dict[str, str] = field(default_factory=dict)
-    """Line of a script -> what to assume of the condition there."""
+    script: str | None = None
     command: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The training command of a script, and the number of devices that its launcher starts."""
+    """A training command, and the number of devices that its launcher starts."""
 
     script: str
-    words: tuple[Word, ...]
+    words: tuple[str, ...]
     devices: int | None = None
     """Processes, one for each GPU; None: torchrun's flags do not give the count."""
-    notes: tuple[str, ...] = ()
-    """What was assumed to read the script."""
 
 
 def main(argv: list[str]) -> int:
@@ -92,8 +92,6 @@ def main(argv: list[str]) -> int:
     options, rest = _options(argv)
     training, source = _training(rest, options)
     name = Path(training.script).name
-    if training.notes:
-        print("script:", *(f"  {note}" for note in training.notes), sep="\n", file=sys.stderr)
     if reason := _foreign(training.script):
         raise UserError(f"{source}: {training.script} is not supported: {reason}. This tool reads {', '.join(SCRIPTS)}")
     converted = convert(training.words, script=name, devices=training.devices)
@@ -123,7 +121,7 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     options, rest = Options(), list(argv)
     while rest and rest[0].startswith("--") and rest[0] != "--":
         name, equals, value = rest.pop(0)[2:].partition("=")
-        if name in ("output", "define", "assume", "command") and not equals:
+        if name in ("output", "define", "command", "run-script") and not equals:
             if not rest:
                 raise UserError(f"--{name} needs a value: --{name}=…")
             value = rest.pop(0)
@@ -133,9 +131,9 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
             case "define":
                 key, _, text = value.partition("=")
                 options.defined[key] = text
-            case "assume":
-                key, _, text = value.partition("=")
-                options.answers[key] = text
+            case "run-script":
+                options.script = value
+                return options, rest
             case "command":
                 if not value.isdigit():
                     raise UserError(f"--command={value}: expected a whole number")
@@ -145,7 +143,9 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
                     raise UserError(f"--{name} takes no value, got {value}")
                 setattr(options, name, True)
             case _:
-                hint = did_you_mean(name, ("output", "define", "assume", "command", "force", "partial"))
+                if sentence := removed(name):
+                    raise UserError(f"--{name} {sentence}")
+                hint = did_you_mean(name, ("output", "define", "command", "force", "partial", "run-script"))
                 raise UserError(
                     f"--{name} is not a flag of this tool{hint and f': {hint}'}\nGive Megatron-LM's flags after --"
                 )
@@ -154,35 +154,51 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
     """The training command, and its source for messages."""
-    if not rest:
-        raise UserError(f"nothing to convert.\n{USAGE}")
-    if rest[0] == "--":
-        argv = tuple(Word(text) for text in rest[1:])
+    if rest[:1] == ["--"] and options.script is None:
+        argv = tuple(rest[1:])
         return as_training(argv) or Training("", argv), "the command line"
-    path = first_word([*rest], "a script, a file of flags, or --", USAGE)
-    try:
-        text = read_file(path, pipes=True).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return Training("", tuple(_file_words(path))), str(path)
-    arguments, flags = list(rest[1:]), []
-    if "--" in arguments:
-        place = arguments.index("--")
-        arguments, flags = arguments[:place], arguments[place + 1 :]
-    try:
-        script = read_script(text, path=str(path), arguments=rest[1:], defined=options.defined, answers=options.answers)
-    except UserError as error:
-        raise UserError(f"{path}, {error}") from error
-    try:
-        training = find_training(script.commands, str(path), options.command)
-    except UserError as error:
-        raise UserError("\n".join([str(error), *(f"  {note}" for note in script.notes)])) from error
-    words = (*training.words, *map(Word, flags))
-    return replace(training, words=words, notes=script.notes), str(path)
+    words, flags = list(rest), []
+    if "--" in words:
+        place = words.index("--")
+        words, flags = words[:place], words[place + 1 :]
+    if options.script is not None:
+        commands, source = _script_commands(Path(options.script), words, options.defined), options.script
+    elif not words:
+        raise UserError(f"nothing to convert.\n{USAGE}")
+    elif len(words) > 1:
+        raise UserError(
+            f"expected one file, got {shlex.join(words)}. A script is given by --run-script SCRIPT ARGUMENTS"
+        )
+    else:
+        path = Path("/dev/stdin") if words == ["-"] else first_word(words, "a file of commands or flags, or --", USAGE)
+        source = "standard input" if words == ["-"] else str(path)
+        if path.suffix in (".yaml", ".yml", ".json"):
+            return Training("", (*_file_words(path), *flags)), source
+        try:
+            commands = read_commands(read_file(path, pipes=True).decode("utf-8"), source)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} cannot be read: {error}") from error
+    training = find_training(commands, source, options.command)
+    return replace(training, words=(*training.words, *flags)), source
 
 
-def find_training(commands: Sequence[Command], place: str, number: int | None = None) -> Training:
+def _script_commands(script: Path, arguments: Sequence[str], defined: Mapping[str, str]) -> Sequence[Sequence[str]]:
+    """The commands of a script that bash runs, with what it does and its messages on standard error."""
+    print(
+        f"running {script} by bash. Its builtins run: they can read your files and write in a temporary folder. "
+        "Programs are not started.",
+        file=sys.stderr,
+    )
+    try:
+        run = run_script(script, arguments, defined)
+    except OSError as error:
+        raise UserError(f"{script} cannot be read: {error}") from error
+    if run.notes:
+        print("messages of bash and the script:", *(f"  {note}" for note in run.notes), sep="\n", file=sys.stderr)
+    return run.commands
+
+
+def find_training(commands: Sequence[Sequence[str]], source: str, number: int | None = None) -> Training:
     """The command that runs a Python file with flags, pretrain_*.py before others.
 
     number: which one of several, from 1.
@@ -190,23 +206,26 @@ def find_training(commands: Sequence[Command], place: str, number: int | None = 
     Raises:
         UserError: no such command, or several without a number.
     """
-    for command in commands:
-        if command.words[0].text.startswith("--"):
-            message = f"{command.place}: {command.words[0].text} belongs to no command"
-            raise UserError(f"{place}, {message}: the line before it has a comment, or does not end in \\")
-    runs = [training for command in commands if (training := as_training(command.words)) is not None]
-    runs = [run for run in runs if any(word.text.startswith("--") for word in run.words)] or runs
+    for first, *_ in commands:
+        if first.startswith("--"):
+            message = "belongs to no command: the line before it has a comment, or does not end in \\"
+            raise UserError(f"{source}: {first} {message}")
+    runs = [training for command in commands if (training := as_training(command)) is not None]
+    runs = [run for run in runs if any(word.startswith("--") for word in run.words)] or runs
     runs = [run for run in runs if run.script.rpartition("/")[2].startswith("pretrain")] or runs
     if not runs:
-        raise UserError(f"{place}: no command runs a Python file, such as torchrun … pretrain_gpt.py --num-layers …")
+        raise UserError(f"{source}: no command runs a Python file, such as torchrun … pretrain_gpt.py --num-layers …")
     if number is not None and number in range(1, len(runs) + 1):
         return runs[number - 1]
     if len(runs) > 1 or number is not None:
-        scripts = ", ".join(
-            f"{count}: {run.script} ({run.words[0].place if run.words else 'without flags'})"
+        common = set(runs[0].words).intersection(*(run.words for run in runs[1:]))
+        scripts = "".join(
+            f"\n  {count}: {shlex.join([run.script, *(word for word in run.words if word not in common)])}"
             for count, run in enumerate(runs, 1)
         )
-        raise UserError(f"{place}: the commands that train are {scripts}. Choose one with --command=NUMBER.")
+        raise UserError(
+            f"{source}: choose one of the commands that train with --command=NUMBER. Where they differ:{scripts}"
+        )
     return runs[0]
 
 
@@ -218,21 +237,21 @@ def _foreign(script: str) -> str:
     return next((reason for end, reason in FOREIGN.items() if f"/{script}".endswith(f"/{end}")), "")
 
 
-def as_training(argv: Sequence[Word]) -> Training | None:
+def as_training(argv: Sequence[str]) -> Training | None:
     """`[launcher …] FILE.py [flags …]`, or None for another command."""
-    place = next((number for number, word in enumerate(argv) if word.text.endswith(".py")), None)
+    place = next((number for number, word in enumerate(argv) if word.endswith(".py")), None)
     if place is None:
         return None
     counts = {}
-    texts = [text for word in argv[:place] for text in word.text.split("=")]
+    texts = [text for word in argv[:place] for text in word.split("=")]
     for name, value in pairwise(texts):
         if name.startswith("-") and value.isdigit():
             counts[name.strip("-").replace("-", "_")] = int(value)
     per_node, nodes = counts.get("nproc_per_node"), counts.get("nnodes", 1)
-    return Training(argv[place].text, tuple(argv[place + 1 :]), per_node and per_node * nodes)
+    return Training(argv[place], tuple(argv[place + 1 :]), per_node and per_node * nodes)
 
 
-def _file_words(path: Path) -> Iterator[Word]:
+def _file_words(path: Path) -> Iterator[str]:
     """{"--num-layers": 24, "--swiglu": true} as words. If the file has a key MODEL_ARGS, only the flags under it."""
     content = resolve("megajax.config.yaml_and_json:parse")(path, str(path))  # by name: yaml may not be installed
     flags = content.get("MODEL_ARGS", content)
@@ -244,12 +263,12 @@ def _file_words(path: Path) -> Iterator[Word]:
             continue
         plain = str(name).lstrip("-")
         row = rows.get(plain.replace("_", "-"))
-        yield Word(f"--{plain}")
+        yield f"--{plain}"
         if value is not True:
             for item in value if isinstance(value, list) else [value]:
                 text = _written(item)
                 # A string may hold several values, as on a command line.
-                yield from map(Word, shlex.split(text) if row is not None and row.kind is list else [text])
+                yield from shlex.split(text) if row is not None and row.kind is list else [text]
 
 
 def _written(value: Any) -> str:
@@ -274,8 +293,8 @@ def _report(converted: Converted) -> Iterator[str]:
 
 
 def _title(training: Training, source: str, converted: Converted) -> str:
-    """The docstring of the file: its source, and the command with its variables replaced."""
-    texts = [shlex.quote(word.text) for word in training.words if UNKNOWN not in word.text]
+    """The docstring of the file: its source, and the command."""
+    texts = [shlex.quote(word) for word in training.words]
     flags: list[list[str]] = []
     for text in texts:
         if text.startswith("--") or not flags:

@@ -34,6 +34,10 @@ def _paragraphs(folder: Path) -> None:
 
 def _megatron_script(folder: Path) -> None:
     shutil.copy(ROOT / "tests/interop/megatron/gpt3_175b.sh", folder / "pretrain_gpt3_175b.sh")
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    flags += " --micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data"
+    flags += " --tokenizer-type NullTokenizer --vocab-size 255"
+    (folder / "command.txt").write_text(f"torchrun pretrain_gpt.py {flags}\n")
 
 
 def _shards_and_vocabulary(folder: Path) -> None:

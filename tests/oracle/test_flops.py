@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from megatron_cases import Comparison, cases, load_json
 
-from megajax.interop.megatron.flags.reading import Word
 from megajax.interop.megatron.flags.translate import convert
 from megajax.layers.moe.config import MoEConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -27,7 +26,7 @@ def run_of(theirs: dict[str, Any]) -> RunConfig:
     """The run of a case's command line."""
     # Their null tokenizer adds a token.
     line = f"{theirs['cli']} --vocab-size {theirs['padded_vocab_size'] - 1} {NUMBERS}"
-    cfg = convert([Word(word) for word in shlex.split(line)]).config
+    cfg = convert(shlex.split(line)).config
     assert cfg is not None and cfg.model.vocabulary_size == theirs["padded_vocab_size"]
     return cfg
 

@@ -3,7 +3,6 @@
 import re
 import shlex
 
-from megajax.interop.megatron.flags.reading import Word
 from megajax.interop.megatron.flags.translate import Converted, convert
 from megajax.training.run_config import RunConfig
 
@@ -44,7 +43,7 @@ def line(changes: str = "") -> str:
 def convert_line(changes: str = "", **options: int) -> Converted:
     """The result of converting a line; `changes` may begin with the name of a script."""
     script = changes.partition(" --")[0] if changes.startswith("pretrain_") else ""
-    return convert([Word(word) for word in shlex.split(line(changes))], script=script, **options)
+    return convert(shlex.split(line(changes)), script=script, **options)
 
 
 def config(changes: str = "", **options: int) -> RunConfig:

@@ -14,6 +14,7 @@ from megajax.config import load
 from megajax.config.dump import diff
 from megajax.config.errors import UserError
 from megajax.data.text.config import BlendConfig, MockConfig
+from megajax.interop.megatron.expanded_commands import read_commands
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -25,7 +26,7 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig, NullTokenizerConfig
-from megajax.tools.megatron_args import main
+from megajax.tools.megatron_args import find_training, main
 from megajax.training.config import BatchConfig, EvaluationConfig, LinearRampConfig
 from megajax.training.run_config import RunConfig
 
@@ -88,7 +89,7 @@ def gpt3_175b() -> RunConfig:
 def test_the_175b_script_becomes_the_expected_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "gpt3.py"
     places = ["runs/gpt3", "runs/board", "data/vocab.json", "data/merges.txt", "data/gpt_text_document"]
-    assert main([f"--output={output}", str(HERE / "gpt3_175b.sh"), *places]) == 0
+    assert main([f"--output={output}", "--run-script", str(HERE / "gpt3_175b.sh"), *places]) == 0
     config = load(str(output))
     assert diff(gpt3_175b(), config) == []
     assert config == gpt3_175b()
@@ -138,15 +139,60 @@ def test_fewer_query_groups_than_tensor_devices(tmp_path: Path) -> None:
         convert(6)
 
 
-def test_missing_arguments_of_scripts_are_errors_with_their_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError) as raised:
-        main([str(HERE / "gpt3_175b.sh"), "runs/gpt3"])
-    text = str(raised.value)
-    for line, number in ((13, 3), (14, 4), (15, 5)):
-        assert f"line {line}: argument {number} of the script is not known" in text
-    assert "must be given" not in text and "no data" not in text
-    assert "--vocab-file" in text and "--tensorboard-dir" in text and "--save" not in text
-    assert capsys.readouterr().out == ""
+COMMANDS = r"""#!/bin/bash
+# It's a comment: $HOME
+export CUDA_DEVICE_MAX_CONNECTIONS=1; mkdir -p logs
++ torchrun --nproc_per_node 8 --nnodes=2 src/pretrain_gpt.py --a 'b c' --d "e\"f" \
+    --g \$h# \
+    --i '$j ([0]*3+[1]*58)' 2>&1 | tee log  # --k
+python tools/preprocess_data.py --input x >> log"""
+
+
+def test_expanded_commands_are_read(tmp_path: Path) -> None:
+    commands = read_commands(COMMANDS, "file")
+    training = find_training(commands, "file")
+    assert (training.script, training.devices) == ("src/pretrain_gpt.py", 16)
+    assert training.words == ("--a", "b c", "--d", 'e"f', "--g", "$h#", "--i", "$j ([0]*3+[1]*58)")
+    assert commands[-1] == ("python", "tools/preprocess_data.py", "--input", "x")
+    with pytest.raises(UserError, match=r"(?s)choose one .*\n  1: a.py 1\n  2: a.py 2$"):
+        find_training(read_commands("python a.py --b 1 --c\npython a.py --b 2 --c", ""), "file")
+    assert find_training(read_commands("python a.py --b 1; python a.py --b 2", ""), "", 2).words == ("--b", "2")
+    with pytest.raises(UserError, match=r"--c belongs to no command: the line before it has a comment"):
+        find_training(read_commands("python pretrain_gpt.py --a \\\n # --b \\\n --c", ""), "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\npython a.py $A", r"f, line 2: \$A is for a shell\. Give the expanded command, or .* --run-script SCRIPT"),
+        ('A=1\n\npython a.py "--b ${A}"', r"f, line 3: \$ is for a shell"),
+        ("python a.py `date`", "line 1: ` is for a shell"),
+        ("if true; then python a.py; fi", "line 1: if is for a shell"),
+        ("for i in 1 2; do python a.py --i; done", "line 1: for is for a shell"),
+        ("bash <<EOF\npython a.py\nEOF", "line 1: << is for a shell"),
+        ("python a.py 'b", "line 1: No closing quotation"),
+    ],
+)
+def test_a_text_that_needs_a_shell_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_commands(text, "f")
+
+
+def test_inputs_of_the_tool() -> None:
+    tool, script = [sys.executable, "-m", "megajax.tools.megatron_args"], str(HERE / "gpt3_175b.sh")
+    command = "torchrun pretrain_gpt.py " + SMALL.replace(" --lr", " \\\n --lr")
+    words = [*tool, "-", "--", "--seed", "7"]
+    read = subprocess.run(words, input=command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert read.returncode == 0 and "seed=7" in read.stdout, read.stderr
+    refused = subprocess.run([*tool, script], cwd=REPOSITORY, capture_output=True, text=True)
+    assert refused.returncode == 2 and "--run-script SCRIPT [ARGUMENTS]" in refused.stderr
+    for arguments, message in (
+        (["--assume=3=true", script], "--assume was removed: bash decides the conditions of a script"),
+        ([script, "runs/gpt3"], "A script is given by --run-script SCRIPT ARGUMENTS"),
+        (["--run-script"], "--run-script needs a value"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main(arguments)
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
@@ -191,7 +237,7 @@ def test_help_is_quick_and_complete() -> None:
     process = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
-    for flag in ("--output", "--force", "--partial", "--define"):
+    for flag in ("--output", "--force", "--partial", "--define", "--run-script"):
         assert flag in process.stdout
 
 

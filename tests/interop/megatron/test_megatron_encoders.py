@@ -24,7 +24,12 @@ NORM = LayerNormConfig()
 
 def test_the_script_of_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bert.py"
-    assert main([f"--output={file}", str(HERE / "bert_340m.sh"), "runs/bert", "v.txt", "data/text_sentence"]) == 0
+    assert (
+        main(
+            [f"--output={file}", "--run-script", str(HERE / "bert_340m.sh"), "runs/bert", "v.txt", "data/text_sentence"]
+        )
+        == 0
+    )
     cfg = load(str(file), devices=8)
     block = BlockConfig(
         mixer=AttentionConfig(heads=16, bias=True, causal=False, dropout=0.1),
@@ -54,7 +59,7 @@ def test_the_script_of_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_script_of_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "t5.py"
     places = ["runs/t5", "runs/board", "v.txt", "data/text_sentence"]
-    assert main([f"--output={file}", str(HERE / "t5_220m.sh"), *places]) == 0
+    assert main([f"--output={file}", "--run-script", str(HERE / "t5_220m.sh"), *places]) == 0
     cfg = load(str(file), devices=8)
     heads = {"heads": 12, "head_dim": 64, "bias": True, "dropout": 0.1}
     parts = {"mlp": DenseMLPConfig(ffn=3072, activation="gelu_tanh", bias=True), "norm": NORM, "dropout": 0.1}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flag_lines import config, convert_line, problem
 
-from megajax.interop.megatron.flags.reading import Mapped, Noted, Refused, Unnecessary, Word, spellings
+from megajax.interop.megatron.flags.reading import Mapped, Noted, Refused, Unnecessary, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, ROWS, convert
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
@@ -19,11 +19,7 @@ PARSER = ORACLE.parent / "reference" / "megatron_flags.txt"
 
 def unanswered(names: list[str]) -> list[str]:
     """Flags without a row, by name or as a switch that is turned off."""
-    return [
-        problem.setting
-        for problem in convert([Word(name) for name in names]).problems
-        if "not a known flag" in problem.message
-    ]
+    return [problem.setting for problem in convert(names).problems if "not a known flag" in problem.message]
 
 
 @pytest.mark.skipif(not PARSER.is_file(), reason=f"the names of Megatron-LM's parser are not at {PARSER}")

@@ -12,7 +12,7 @@ from megajax.config import field_types
 from megajax.config.dump import flatten
 from megajax.data.chat.config import ChatConfig
 from megajax.data.text.config import FillInMiddleConfig
-from megajax.interop.megatron.flags.reading import Flag, Mapped, Noted, Refused, Unnecessary, Word
+from megajax.interop.megatron.flags.reading import Flag, Mapped, Noted, Refused, Unnecessary
 from megajax.interop.megatron.flags.translate import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
 from megajax.models.bert.config import BertConfig
 from megajax.models.llava.config import LlavaConfig
@@ -449,7 +449,7 @@ def test_conversations() -> None:
 def test_a_split_may_have_quotes_and_spaces() -> None:
     # "--split '99,1,0'" keeps its quotes in an array that a script splits at spaces.
     argv = [*line("--without mock-data --data-path a").split(), "--split", "'99, 1,0'"]
-    assert convert([Word(text) for text in argv]).config.data.split == "99,1,0"
+    assert convert(argv).config.data.split == "99,1,0"
 
 
 def test_data_comes_from_files_of_paths(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_instances_of_the_optimizer_are_groups_of_devices() -> None:
 
 
 def test_changing_a_row_maps_a_flag() -> None:
-    argv = [Word(argument) for argument in f"{line()} --sample-rate 7".split()]
+    argv = f"{line()} --sample-rate 7".split()
     assert [text for text, _ in convert(argv).refused] == ["--sample-rate 7.0"]
     table = {**FLAGS, "sample-rate": Flag("sample-rate", int, Mapped(("schedule.decay_steps",)))}
     converted = convert(argv, table=table)

@@ -28,7 +28,10 @@ LANGUAGE = ("tokens", "stack.*", "norm.*", "head")
 
 def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "vlm.py"
-    assert main([f"--output={file}", str(HERE / "vlm_2b.sh"), "runs/vlm", "runs/board", "v.json", "m.txt"]) == 0
+    assert (
+        main([f"--output={file}", "--run-script", str(HERE / "vlm_2b.sh"), "runs/vlm", "runs/board", "v.json", "m.txt"])
+        == 0
+    )
     cfg = load(str(file), devices=8)
     heads = {"heads": 16, "kv_heads": 8, "bias": True}
     parts = {"mlp": DenseMLPConfig(ffn=8192, activation="gelu_tanh", bias=True), "norm": NORM}

@@ -10,24 +10,6 @@ from megajax.config.hints import either, nearest_names
 type Settings = Mapping[str, Any]
 """Dotted names of settings -> values."""
 
-DEFINE = "give the script's arguments after its name, other variables with --define=NAME=VALUE, or the flag after --"
-UNKNOWN = "\ufffe"
-"""Placeholder in a word for a part whose value is unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """One word of a command line and its place, such as a line of a script."""
-
-    text: str
-    place: str = ""
-    unknown: tuple[str, ...] = ()
-    """Why parts of it are unknown; the text has UNKNOWN in their place."""
-
-    def located(self, text: str) -> str:
-        """The text after the place of this word."""
-        return f"{self.place}: {text}" if self.place else text
-
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
@@ -191,54 +173,40 @@ class Arguments:
         value = self.flags.get(name, True)
         return f"--no-{name}" if value is False else f"--{name} {value_text(value)}".rstrip()
 
-    def parse(self, argv: Sequence[Word]) -> None:
+    def parse(self, argv: Sequence[str]) -> None:
         """Parse a command line. The last value of a repeated flag counts, as in argparse."""
         rows = spellings(self.table.values())
         name, values = None, []
         for word in (*argv, None):
-            if word is None or (word.text.startswith("--") and len(word.text) > 2):
+            if word is None or (word.startswith("--") and len(word) > 2):
                 if name is not None:
                     self._set_flag(name, values, rows)
                 if word is not None:
-                    text, equals, value = word.text[2:].partition("=")
-                    name = Word(text, word.place)
-                    values = [Word(value, word.place, word.unknown)] if equals else []
+                    name, equals, value = word[2:].partition("=")
+                    values = [value] if equals else []
             elif name is None:
-                reasons = "".join(f"{reason}; " for reason in word.unknown)
-                message = f"{reasons}comes before the first flag" if word.unknown else "is not a flag"
-                self.problems.append(Problem(word.located(word.text.replace(UNKNOWN, "…")), message))
+                self.problems.append(Problem(word, "is not a flag"))
             else:
                 values.append(word)
 
-    def _set_flag(self, name: Word, values: Sequence[Word], rows: Mapping[str, Flag]) -> None:
-        plain = _plain(name.text)
+    def _set_flag(self, name: str, values: Sequence[str], rows: Mapping[str, Flag]) -> None:
+        plain = _plain(name)
         if (row := rows.get(plain)) is None:
             # Megatron-LM adds a --no-NAME without a value for each switch of its config classes.
             switch = rows.get(plain.removeprefix("no-"))
             if switch is not None and switch.kind in (bool, list) and not values:
                 self.flags[switch.name] = False
             else:
-                similar = nearest_names(name.text, [spelling.replace("-", "_") for spelling in rows])
+                similar = nearest_names(name, [spelling.replace("-", "_") for spelling in rows])
                 names = dict.fromkeys(f"--{rows[spelling.replace('_', '-')].name}" for spelling in similar)
                 hint = f"did you mean {either(names)}?" if names else ""
-                self.problems.append(Problem(name.located(f"--{name.text}"), "is not a known flag", hint))
-            return
-        place = name.located(f"--{row.name}")
-        unknown = dict.fromkeys(reason for word in values for reason in word.unknown)
-        if unknown and isinstance(row.fate, Unnecessary) and len(values) == 1:
-            # The value has no effect.
-            self.flags[row.name] = values[0].text.replace(UNKNOWN, "…")
-            return
-        if unknown and (row.kind is bool or (row.kind is not list and not values[0].unknown)):
-            # An unknown part after a complete flag may be anything, even more flags.
-            self.problems.append(Problem(values[-1].place or place, "; ".join(unknown), DEFINE))
+                self.problems.append(Problem(f"--{name}", "is not a known flag", hint))
             return
         try:
             value = _value(row, values)
         except ValueError as error:
             self.unread.add(row.name)
-            hint = DEFINE if unknown else ""
-            self.problems.append(Problem(place, "; ".join(unknown) or str(error), hint))
+            self.problems.append(Problem(f"--{row.name}", str(error)))
             return
         if self.flags.get(row.name, value) != value:
             text = f"is given twice; the last one counts ({value_text(value)}, not {value_text(self.flags[row.name])})"
@@ -254,13 +222,10 @@ def needed(args: Arguments, name: str, instead: str = "") -> int:
     return args[name]
 
 
-def _value(row: Flag, values: Sequence[Word]) -> Any:
+def _value(row: Flag, texts: Sequence[str]) -> Any:
     """The value of a flag. Raises ValueError for words that are not valid values of it."""
-    texts = [word.text for word in values]
-    if any(word.unknown for word in values):
-        raise ValueError("has an unknown value")
     if row.kind is list:
-        return texts
+        return list(texts)
     if len(texts) != (row.kind is not bool):
         expected = "no value" if row.kind is bool else "one value"
         raise ValueError(f"takes {expected}, got {len(texts)}: {' '.join(texts) or 'none'}")

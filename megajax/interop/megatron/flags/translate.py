@@ -34,7 +34,6 @@ from megajax.interop.megatron.flags.reading import (
     Noted,
     Refused,
     Unnecessary,
-    Word,
     read_table,
 )
 from megajax.interop.megatron.flags.run import (
@@ -113,7 +112,7 @@ class Converted:
 
 
 def convert(
-    argv: Sequence[Word], *, script: str = "", devices: int | None = None, table: Mapping[str, Flag] = FLAGS
+    argv: Sequence[str], *, script: str = "", devices: int | None = None, table: Mapping[str, Flag] = FLAGS
 ) -> Converted:
     """A command line without the program's name -> the config of a run, and the result for each flag.
 

@@ -1,1 +1,0 @@
-"""Read launch scripts without running a shell: `syntax` parses, `interpreter` follows the commands."""
