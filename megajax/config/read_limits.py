@@ -1,9 +1,8 @@
-"""Limits on what a reader of files of unknown origin may use: bytes, entries, depth and time."""
+"""Limits on what a reader of files of unknown origin may use: bytes, entries and depth."""
 
 import json
 import os
 import stat
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -33,7 +32,6 @@ class Limits:
     """Values, members of an archive, instructions of a program."""
     depth: int | None = None
     """Containers inside of each other."""
-    seconds: float | None = None
 
 
 SETTINGS = Limits(bytes=2**23, entries=100_000, depth=100)
@@ -56,7 +54,6 @@ class Budget:
     Args:
         where: the file, for messages.
         inner: the values in a value, for `demand_tree`; None: it is not a container.
-        clock: seconds, for tests.
     """
 
     def __init__(
@@ -65,37 +62,21 @@ class Budget:
         limits: Limits,
         *,
         inner: Callable[[Any], Collection[Any] | None] = inner_values,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self.where, self._inner, factor = where, inner, _factor()
-        self._bytes, self._entries, self._depth, self._seconds = (
-            None if limit is None else limit * factor
-            for limit in (limits.bytes, limits.entries, limits.depth, limits.seconds)
+        self._bytes, self._entries, self._depth = (
+            None if limit is None else limit * factor for limit in (limits.bytes, limits.entries, limits.depth)
         )
         self._used_bytes = self._used_entries = 0
-        self._clock = clock
-        self._start = clock() if limits.seconds is not None else 0.0
 
     def spend(self, entries: int = 0, *, bytes: int = 0) -> None:
-        """Counts entries and bytes, and reads the clock."""
+        """Counts entries and bytes."""
         self._used_entries += entries
         self._used_bytes += bytes
         if self._entries is not None and self._used_entries > self._entries:
             self._refuse(self._used_entries, self._entries, "entries")
         if self._bytes is not None and self._used_bytes > self._bytes:
             self._refuse(self._used_bytes, self._bytes, "bytes")
-        if self._seconds is not None and (passed := self._clock() - self._start) > self._seconds:
-            self._refuse(round(passed), round(self._seconds), "seconds")
-
-    def demand_depth(self, depth: int) -> None:
-        """Compares a depth with the limit."""
-        if self._depth is not None and depth > self._depth:
-            self._refuse(depth, self._depth, "levels")
-
-    def demand_bytes(self, count: int) -> None:
-        """Compares the bytes of one value with the limit, without counting them."""
-        if self._bytes is not None and count > self._bytes:
-            self._refuse(count, self._bytes, "bytes")
 
     def demand_tree(self, tree: Any) -> None:
         """Counts the values of nested containers, each as often as it is reached.
@@ -113,15 +94,16 @@ class Budget:
             if not count:
                 raise OverBudget(f"{self.where}: refused: a {type(tree).__name__} contains itself")
             return count
-        self.demand_depth(depth)
+        if self._depth is not None and depth > self._depth:
+            self._refuse(depth, self._depth, "levels")
         counts[id(tree)] = 0
         total = 1 + sum([self._values(item, counts, depth + 1) for item in items])
         counts[id(tree)] = total
         return total
 
-    def _refuse(self, count: float, limit: float, unit: str) -> None:
+    def _refuse(self, count: int, limit: int, unit: str) -> None:
         raise OverBudget(
-            f"{self.where}: refused: {count:,.0f} {unit}, at most {limit:,.0f} are read. If you trust the file, set "
+            f"{self.where}: refused: {count:,} {unit}, at most {limit:,} are read. If you trust the file, set "
             f"{VARIABLE}=10 in the environment, which multiplies the limits of all readers by 10."
         )
 

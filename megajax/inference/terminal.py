@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TextIO
 
 from megajax.config.errors import UserError
-from megajax.config.read_limits import OverBudget
 from megajax.display.text import visible
 from megajax.inference.config import ImageFit
 from megajax.inference.engine import Engine
@@ -250,7 +249,7 @@ class Chat:
             prompt = tuple(self._conversation.encode(messages))
             sampling = self._session.of_chat()
             (answer,) = self._session.answers(prompt, sampling, lambda output: self._screen.write(output.text))
-        except (TemplateMisfit, OverBudget, Refused) as error:
+        except (TemplateMisfit, Refused) as error:
             self._screen.write(f"({error})\n")
             return
         self._screen.write(NOTES.get(answer.finish or "", "") + "\n")

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import OverBudget, parse_json, read_file, read_json
+from megajax.config.read_limits import parse_json, read_file, read_json
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Delimit the text in {% generation %} blocks; Unicode reserves these characters for internal use."""
 
 TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -88,10 +91,7 @@ class ChatTemplate:
         self.identity = json.dumps([self.text, names], sort_keys=True)
         self._marked = "endgeneration" in self.text
         try:
-            # By name: only chat templates need Jinja2.
-            self._template = resolve("megajax.tokenizers.template_sandbox:BoundedTemplate")(self.text, names, where)
-        except OverBudget:
-            raise
+            self._template = _sandbox().from_string(self.text, names)
         except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
             line = getattr(error, "lineno", None)
             location = f"line {line}: " if line else ""
@@ -102,13 +102,8 @@ class ChatTemplate:
 
         Raises:
             TemplateMisfit: the template rejects the messages.
-            OverBudget: the template takes too long, or makes too long a text.
         """
-        return (
-            self._render_marked(messages, prompt, more)
-            .replace(self._template.begin, "")
-            .replace(self._template.end, "")
-        )
+        return self._render_marked(messages, prompt, more).replace(BEGIN, "").replace(END, "")
 
     def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         """The text of messages, with marks around {% generation %} blocks; see `render`."""
@@ -116,8 +111,6 @@ class ChatTemplate:
 
         try:
             return self._template.render({"messages": messages, "add_generation_prompt": prompt, **more})
-        except OverBudget:
-            raise
         except (
             TemplateError,
             TypeError,
@@ -138,10 +131,9 @@ class ChatTemplate:
         """
         text = self._render_marked(messages, False, more)
         if self._marked:
-            begin, end = self._template.begin, self._template.end
-            if any(mark in str(message["content"]) for message in messages for mark in (begin, end)):
+            if any(mark in str(message["content"]) for message in messages for mark in (BEGIN, END)):
                 raise TemplateMisfit("it contains U+FDD0 or U+FDD1, which mark answers within a template")
-            first, *rest_pieces = [piece.partition(end) for piece in text.split(begin)]
+            first, *rest_pieces = [piece.partition(END) for piece in text.split(BEGIN)]
             marked = zip(rest_pieces, _weights_of_marks(messages, len(rest_pieces)), strict=True)
             pairs = [(Part(answer, weight), Part(rest, 0)) for (answer, _, rest), weight in marked]
             return [Part(first[0], 0), *(part for pair in pairs for part in pair)]
@@ -169,6 +161,41 @@ class ChatTemplate:
                 "{% endgeneration %}, or set data.loss=all"
             )
         return len(beginning)
+
+
+def _sandbox() -> Any:
+    """Jinja2's sandbox as Hugging Face's templates expect it. Time and memory of a rendering are not limited."""
+    # Only chat templates need Jinja2.
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag {% generation %}, around the answers of the assistant."""
+
+        tags = frozenset(("generation",))
+
+        def parse(self, parser: Any) -> nodes.CallBlock:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals["raise_exception"] = refuse
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return sandbox
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """As in Hugging Face's templates, which do not escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 TEMPLATE = "chat_template.jinja"

@@ -24,7 +24,7 @@ ALLOWED = {
     "megajax.reporting.write_report": "when a page was written",
     "megajax.reporting.machine_checks.examine": "when a machine was examined",
     "megajax.tasks.command": "when a task was measured",
-    "megajax.tokenizers.template_sandbox": "the date that templates ask for",
+    "megajax.tokenizers.chat_template": "the date that templates ask for",
     "megajax.checkpoint.writers": "the commit time that `inspect` shows",
     "megajax.inference.server.openai": "`created` in answers",
     "megajax.inference.server.models": "the same",

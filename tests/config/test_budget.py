@@ -21,16 +21,6 @@ def test_beyond_a_limit_the_message_names_file_limit_and_remedy():
         Budget("a", Limits(depth=2)).demand_tree([[[]]])
 
 
-def test_time_is_read_with_each_count():
-    now = [5.0]
-    budget = Budget("a", Limits(seconds=10), clock=lambda: now[0])
-    now[0] = 15.0
-    budget.spend(1)
-    now[0] = 15.1
-    with pytest.raises(OverBudget, match="10 seconds"):
-        budget.spend(1)
-
-
 def test_shared_values_count_as_often_as_they_are_reached():
     tree: object = 1
     for _ in range(200):

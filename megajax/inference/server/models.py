@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.config.read_limits import OverBudget
 from megajax.inference.images import ImageReader, ReadImage
 from megajax.inference.request import Pooling, PromptImage
 from megajax.inference.sampling_settings import Sampling, abbreviated
@@ -142,7 +141,7 @@ class ServedModel:
         try:
             tokens = await _tokens(text, encode, param)
             return (tokens, ()) if reader is None else reader.place(tokens, pictures)
-        except (TemplateMisfit, OverBudget, UserError) as error:
+        except (TemplateMisfit, UserError) as error:
             raise invalid(param, str(error)) from None
 
     async def _pictures(self, messages: Sequence[Mapping[str, Any]], param: str) -> list[ReadImage]:
