@@ -10,8 +10,7 @@ from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.class_references import resolve
 from megajax.config.files import Source
 from megajax.config.optional_packages import require
-from megajax.inference.server.adapter_flags import named_folders, with_slots
-from megajax.inference.server.config import Access, ServingConfig
+from megajax.inference.server.config import Access, ServingConfig, named_folders, with_slots
 from megajax.interop.origin import MODEL_FLAGS, folder_pooling, folder_sampling, generation_config, origin_of
 from megajax.mesh.processes.identity import find_identity
 from megajax.mesh.xla_options import set_process
@@ -38,7 +37,7 @@ FLAGS = (
     ),
     Flag("host", str, "127.0.0.1", help="address to listen on; other than loopback addresses need --api-key-file"),
     Flag("port", int, 5000, help="0: any free port"),
-    Flag("api-key-file", Path | None, help="file with one key per line, required by all routes but /health and /ping"),
+    Flag("api-key-file", Path | None, help="file with one key per line, required by all routes but /health"),
     Flag("insecure", help="listen on any address without keys"),
     Flag("log-prompts", help="log prompts and answers too; by default neither is logged"),
     *PROCESS_FLAGS,
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
     )
     flags, adapters = command.flags, named_folders(command.flags["adapters"])
     config = with_slots(command.config, len(adapters))
-    for package in ("starlette", "uvicorn"):
+    for package in ("starlette", "uvicorn", "prometheus_client"):
         require(package, "The server")
     set_process(config.xla)
     start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))

@@ -21,6 +21,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "opentelemetry": "telemetry",
     "pyarrow": "data",
+    "prometheus_client": "serve",
     "ray": "ray",
     "sentencepiece": "tokenizers",
     "tensorboardX": "log",

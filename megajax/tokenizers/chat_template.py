@@ -173,9 +173,9 @@ def _sandbox() -> Any:
     class Generation(Extension):
         """The tag {% generation %}, around the answers of the assistant."""
 
-        tags = frozenset(("generation",))
+        tags = {"generation"}  # noqa: RUF012 as the base class has it
 
-        def parse(self, parser: Any) -> nodes.CallBlock:
+        def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -188,8 +188,8 @@ def _sandbox() -> Any:
 
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.filters["tojson"] = _to_json
-    sandbox.globals["raise_exception"] = refuse
-    sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    functions: dict[str, Any] = {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    sandbox.globals |= functions
     return sandbox
 
 

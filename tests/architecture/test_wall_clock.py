@@ -28,8 +28,6 @@ ALLOWED = {
     "megajax.checkpoint.writers": "the commit time that `inspect` shows",
     "megajax.inference.server.openai": "`created` in answers",
     "megajax.inference.server.models": "the same",
-    "megajax.inference.server.responses": "the same",
-    "megajax.inference.server.pooling.scores": "the same",
 }
 """Module -> what it uses the wall clock for."""
 

@@ -141,16 +141,16 @@ def test_metrics_of_a_server() -> None:
     for drafts in (0, 2):
         engine, client = Engine(Repeating(drafts=drafts, vocabulary=257)), Client([97] * 8, max_tokens=30)
         serve(engine, client)
-        lines = set(Readiness("m", Worker(engine)).lines())
+        samples = [sample for metric in Readiness("m", Worker(engine)).collect() for sample in metric.samples]
         counts = engine.statistics().accepted_at_total
         assert len(counts) == drafts and all(counts)
-        for name in (
-            'megajax_accepted_at_total{model="m"',
-            'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m"',
+        for name, label in (
+            ("megajax_accepted_at_total", "model"),
+            ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "model_name"),
         ):
-            assert {line for line in lines if line.startswith(name)} == {
-                f'{name},position="{position}"}} {count}' for position, count in enumerate(counts)
-            }
+            assert [(sample.labels, sample.value) for sample in samples if sample.name == name] == [
+                ({label: "m", "position": str(position)}, count) for position, count in enumerate(counts)
+            ]
 
 
 def test_statistics_at_a_terminal() -> None:

@@ -12,6 +12,7 @@ from hmac import compare_digest
 from importlib.resources import files
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -23,27 +24,23 @@ from megajax import __version__
 from megajax.config.errors import UserError
 from megajax.inference.server.body import RequestError, invalid, large_head, read_object
 from megajax.inference.server.calls import Call, complete_answers
-from megajax.inference.server.chat_fields import CHAT, DETOKENIZE, TOKENIZE
 from megajax.inference.server.config import Access, ServerConfig, host_of, is_ip_address
 from megajax.inference.server.control import Control
-from megajax.inference.server.fields import COMPLETIONS
+from megajax.inference.server.embeddings import EMBEDDINGS, embedding_job
+from megajax.inference.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
 from megajax.inference.server.megatron import FIELDS, megatron_job
 from megajax.inference.server.metrics import Readiness, ServerMetrics
 from megajax.inference.server.model_list import LOAD_ADAPTER, UNLOAD_ADAPTER, ModelList
 from megajax.inference.server.models import ServedModel
-from megajax.inference.server.openai import EventForm, Job, chat_job, completion_job
+from megajax.inference.server.openai import Job, OpenAIForm, chat_job, completion_job
 from megajax.inference.server.openapi import Endpoint, document
-from megajax.inference.server.pooling.embeddings import EMBEDDINGS, embedding_job
-from megajax.inference.server.pooling.scores import RERANK, SCORE, rerank_job, score_job
-from megajax.inference.server.response_fields import RESPONSES
-from megajax.inference.server.responses import response_job
 from megajax.inference.server.values import Fields, UnknownFields, Values
 
 type Reader = Callable[[Values, ServedModel, ServerConfig], Awaitable[Job]]
 
-PUBLIC_ROUTES = ("/health", "/ping")
-"""Routes that require neither a key nor a known host name."""
-PROMPTS = ("prompt", "messages", "prompts", "input", "text_1", "query")
+PUBLIC_ROUTE = "/health"
+"""The route that requires neither a key nor a known host name."""
+PROMPTS = ("prompt", "messages", "prompts", "input")
 """Fields with the text of a request, for the log."""
 CLIENT_GONE = 499
 """Status in the log if a client closed the connection before the answer."""
@@ -89,15 +86,15 @@ class Routes:
     ):
         self._unknown, self._log_prompts = unknown, log_prompts
         self._models, self._config, self._metrics, self._readiness = models, config, metrics, readiness
+        self._registry = CollectorRegistry()
+        for collector in (metrics, readiness):
+            self._registry.register(collector)
         self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
 
     def endpoints(self) -> list[Endpoint]:
         """All routes, as they are served and as /openapi.json describes them."""
         completions, chat = self._generate(COMPLETIONS, completion_job), self._generate(CHAT, chat_job)
-        responses = self._generate(RESPONSES, response_job)
-        embeddings = self._generate(EMBEDDINGS, embedding_job)
-        score, rerank = self._generate(SCORE, score_job), self._generate(RERANK, rerank_job)
-        scored, megatron = self._generate(COMPLETIONS, _megatron_completions), self._generate(FIELDS, megatron_job)
+        embeddings, megatron = self._generate(EMBEDDINGS, embedding_job), self._generate(FIELDS, megatron_job)
         adapters = [
             Endpoint("/v1/load_lora_adapter", "POST", "Loads an adapter.", self.load_adapter, LOAD_ADAPTER),
             Endpoint("/v1/unload_lora_adapter", "POST", "Drops an adapter.", self.unload_adapter, UNLOAD_ADAPTER),
@@ -108,7 +105,6 @@ class Routes:
             *(control.endpoints() if self._config.control else []),
             Endpoint("/", "GET", "The page for trying prompts.", self.page),
             Endpoint("/health", "GET", "Status 200 while the server answers requests, else 503.", self.health),
-            Endpoint("/ping", "GET", "The same as /health.", self.health),
             Endpoint("/version", "GET", "The version of MegaJAX.", self.version),
             Endpoint("/openapi.json", "GET", "This document.", self.openapi),
             Endpoint("/metrics", "GET", "Metrics in Prometheus's text format.", self.metrics),
@@ -116,15 +112,7 @@ class Routes:
             Endpoint("/v1/models/{name:path}", "GET", "The model's entry.", self.model),
             Endpoint("/v1/completions", "POST", "Continues texts.", completions, COMPLETIONS),
             Endpoint("/v1/chat/completions", "POST", "Answers messages.", chat, CHAT),
-            Endpoint("/v1/responses", "POST", "Answers messages and outputs of functions.", responses, RESPONSES),
             Endpoint("/v1/embeddings", "POST", "Vectors of texts.", embeddings, EMBEDDINGS),
-            *(Endpoint(path, "POST", "Scores of pairs of texts.", score, SCORE) for path in ("/score", "/v1/score")),
-            *(
-                Endpoint(path, "POST", "Documents in the order of their scores for a query.", rerank, RERANK)
-                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-            ),
-            Endpoint("/completions", "POST", "Continues texts, with log-probabilities.", scored, COMPLETIONS),
-            Endpoint("/chat/completions", "POST", "Answers messages.", chat, CHAT),
             Endpoint("/api", "PUT", "Continues texts, as Megatron-LM's server.", megatron, FIELDS),
             Endpoint("/tokenize", "POST", "Tokens of a prompt or of messages.", self.tokenize, TOKENIZE),
             Endpoint("/detokenize", "POST", "Text of tokens.", self.detokenize, DETOKENIZE),
@@ -154,8 +142,7 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         """Metrics in Prometheus's text format."""
         del request
-        lines = [*self._metrics.lines(), *self._readiness.lines()]
-        return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
         """The list of models: that of the server, and its adapters."""
@@ -212,8 +199,7 @@ class Routes:
             model = self._models.named(values)
             job = await read_job(values, model, self._config)
             if job.pooling is None and not model.generates:
-                message = f"{model.name} gives embeddings and no text: use /v1/embeddings, /score or /rerank"
-                raise invalid("model", message)
+                raise invalid("model", f"{model.name} gives embeddings and no text: use /v1/embeddings")
             log = request.state.log
             log.update(model=model.name, prompt_tokens=sum(map(len, job.prompts)))
             logged = self._log_prompts and not values.get("no_log", False)
@@ -229,7 +215,7 @@ class Routes:
             )
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
-                call.submit(prompts, job.sampling, job.pooling, job.images, job.fields)
+                call.submit(prompts, job.sampling, job.pooling, job.images)
             else:  # Compiles the schema, which takes time.
                 await asyncio.to_thread(call.submit, prompts, job.sampling, None, job.images)
             if job.stream is not None:
@@ -245,7 +231,7 @@ class Routes:
         return answer
 
 
-async def _events(call: Call, form: EventForm, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
+async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
     """Server-sent events. Closed when the client disconnects, which cancels the call. logged: log the answers."""
     texts: dict[int, str] = {}
     try:
@@ -254,14 +240,13 @@ async def _events(call: Call, form: EventForm, log: dict[str, Any], *, logged: b
         async for outputs in call.outputs():
             for output in outputs:
                 texts[output.choice] = texts.get(output.choice, "") + output.text
-                for event in form.events(output):
-                    yield _event(event)
+                yield _event(form.event(output))
         for event in form.closing():
             yield _event(event)
-        yield form.ending
+        yield "data: [DONE]\n\n"
     except RequestError as error:
         log.update(error=error.status)
-        yield _event(form.failure(error))
+        yield _event(error.body())
     finally:
         call.cancel()
         log.update(tokens=call.generated)
@@ -304,21 +289,13 @@ def page_headers(page: str) -> dict[str, str]:
     return {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-async def _megatron_completions(values: Values, model: ServedModel, config: ServerConfig) -> Job:
-    """The job of Megatron-LM's /completions, which always has log-probabilities."""
-    values.setdefault("logprobs", 0)
-    return await completion_job(values, model, config)
-
-
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _event(body: Mapping[str, Any]) -> str:
-    """An event; those with a type are sent with its name."""
-    name = f"event: {body['type']}\n" if "type" in body else ""
-    return f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class Gate:
@@ -378,7 +355,7 @@ class Gate:
         finally:
             self._readiness.active -= writes
             path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.requests.add(1, route=path, code=str(status))
+            self._metrics.requests[path, str(status)] += 1
             self._log(line(scope, status, time.monotonic() - began, notes))
 
     def _demand_size(self, scope: Scope) -> None:
@@ -392,7 +369,7 @@ class Gate:
         """The key of a request; empty if none is needed. Raises RequestError without a key or for an unknown host name:
         after DNS rebinding, a browser sends requests of a web page to this address, with the page's host name, without
         a key."""
-        if scope["path"] in PUBLIC_ROUTES:
+        if scope["path"] == PUBLIC_ROUTE:
             return b""
         headers = dict(scope["headers"])
         host = host_of(headers.get(b"host", b"").decode("latin-1"))

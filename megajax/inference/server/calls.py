@@ -53,15 +53,13 @@ class Call:
         sampling: Sampling,
         pooling: Pooling | None = None,
         images: tuple[PromptImage, ...] = (),
-        fields: Sequence[str] = (),
     ) -> None:
         """Submit all prompts. Raises RequestError if the engine rejects one of them; then none runs.
 
-        pooling: which embedding to deliver in place of an answer. images: of a single prompt. fields: as in `Job`.
+        pooling: which embedding to deliver in place of an answer. images: of a single prompt.
         """
         # A part of a text is an answer; a part of an embedding, or of scores, is none.
-        scores = sampling.prompt_logprobs is not None or sampling.logprob_tokens
-        self._partial = pooling is None and not scores and sampling.max_tokens > 0
+        self._partial = pooling is None and sampling.prompt_logprobs is None and sampling.max_tokens > 0
         for number, prompt in enumerate(prompts):
             identifier = uuid4().hex
             request = Request(
@@ -81,8 +79,7 @@ class Call:
                 self._worker.submit(request)
             except Refused as refusal:
                 self.cancel()
-                field = dict.fromkeys(("prompt", "memory"), fields[number]) if fields else {}
-                raise refused(refusal, self._names | field) from None
+                raise refused(refusal, self._names) from None
             self._running.add(identifier)
             self._unfinished += sampling.n
 
@@ -112,7 +109,7 @@ class Call:
                     self._count(output)
                 yield list(grown.values())
             self._running.clear()
-            self._metrics.seconds.observe(time.monotonic() - self._began)
+            self._metrics.observe("request_seconds", time.monotonic() - self._began)
         finally:
             self.cancel()
 
@@ -120,22 +117,22 @@ class Call:
         now, metrics = time.monotonic(), self._metrics
         self.generated += len(output.tokens)
         if output.admitted is not None:
-            metrics.queue_seconds.observe(output.admitted - self._began)
+            metrics.observe("queue_seconds", output.admitted - self._began)
         if output.tokens:
             before = self._last.get(output.choice)
             if before is None:
                 self._first[output.choice] = now
-                metrics.first_token_seconds.observe(now - self._began)
+                metrics.observe("time_to_first_token_seconds", now - self._began)
                 if output.admitted is not None:
-                    metrics.prefill_seconds.observe(now - output.admitted)
+                    metrics.observe("prefill_seconds", now - output.admitted)
             else:
-                metrics.token_seconds.observe((now - before) / len(output.tokens))
+                metrics.observe("time_per_token_seconds", (now - before) / len(output.tokens))
             self._last[output.choice] = now
         if output.finish is not None:
             self._unfinished -= 1
-            metrics.end(output.finish)
+            metrics.answers[(output.finish,)] += 1
             if output.choice in self._first:
-                metrics.decode_seconds.observe(now - self._first[output.choice])
+                metrics.observe("decode_seconds", now - self._first[output.choice])
         if output.finish == "error" and output.problem:
             setting = output.problem.partition(" ")[0]
             raise refused(Refused("invalid", output.problem, setting), self._names)

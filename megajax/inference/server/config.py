@@ -1,12 +1,12 @@
 """Settings and limits of the server; importing this imports neither jax nor flax."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
-from megajax.config.errors import Problem, UserError
-from megajax.config.file_paths import PathText
+from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.inference.config import GenerationConfig
 
 
@@ -33,12 +33,6 @@ class ServerConfig:
     pooling: Literal["first", "last", "mean"] | None = None
     """What /v1/embeddings answers: the state of the first or last token of a text, or the mean over its tokens. None:
     that of a sentence-transformers folder, else mean for encoders such as BERT, and last for decoders."""
-    score_template: PathText | None = None
-    """Template of a reranker that answers with one of two tokens, for /score and /rerank: Jinja2 text or a file, with
-    the messages of a pair, of the roles query and document, and system for an instruction. None: a pair's score is the
-    cosine of the embeddings of both texts."""
-    score_answers: tuple[str, ...] = ("yes", "no")
-    """With score_template, the two answers, one token each. The score is p(first) / (p(first) + p(second))."""
     image_pixels: int = 2**24
     """Maximum number of pixels of an image in a request."""
     load_adapters: bool = False
@@ -91,8 +85,6 @@ class ServerConfig:
             for name, bound in least.items()
             if (value := getattr(self, name)) < bound
         ]
-        if len(set(self.score_answers)) != 2 or len(self.score_answers) != 2:
-            problems.append(Problem("score_answers", f"must be two different answers, got {self.score_answers}"))
         if invalid_hosts := [name for name in self.hosts if host_of(name) != name]:
             problems.append(Problem("hosts", f"{invalid_hosts[0]!r} is not a host name in lower case without a port"))
         for name in ("header_seconds", "body_seconds", "write_seconds", "stall_seconds", "drain_seconds"):
@@ -121,7 +113,7 @@ class Access:
     port: int = 5000
     """Port; 0: any free port."""
     api_key_file: Path | None = None
-    """File with a key in each line. All routes except /health and /ping require one of them."""
+    """File with a key in each line. All routes except /health require one of them."""
     insecure: bool = False
     """Listen on any address without keys."""
     log_prompts: bool = False
@@ -157,6 +149,28 @@ class Access:
             message = f"a key has {len(short[0])} characters, fewer than 16"
             raise UserError(f"--api-key-file={self.api_key_file}: {message}: `openssl rand -hex 32` makes a good one")
         return keys
+
+
+def named_folders(flag: Sequence[str]) -> dict[str, Path]:
+    """The folders of --adapters, by name. Raises ConfigError."""
+    folders = {}
+    for text in flag:
+        name, _, folder = text.partition("=")
+        if not (name and folder) or name in folders:
+            problem = "a name twice" if name in folders else f"{text!r}"
+            raise ConfigError([Problem("--adapters", f"has {problem}", "give NAME=DIR,NAME=DIR")], "command line")
+        folders[name] = Path(folder).expanduser()
+    return folders
+
+
+def with_slots(config: ServingConfig, adapters: int) -> ServingConfig:
+    """The settings with a slot for each adapter of the command line. Raises ConfigError for a server that could load
+    adapters but has no slots."""
+    slots = max(config.inference.adapters, adapters)
+    if config.server.load_adapters and not slots:
+        problem = Problem("server.load_adapters", "needs slots for adapters", "set inference.adapters=4, for example")
+        raise ConfigError([problem], "command line")
+    return replace(config, inference=replace(config.inference, adapters=slots))
 
 
 def host_of(header: str) -> str:

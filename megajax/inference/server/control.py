@@ -1,5 +1,5 @@
-"""Routes that pause the engine, let it sleep, abort its requests, and give it other weights, by the names of vLLM and
-SGLang (server.control)."""
+"""Routes that pause the engine, let it sleep, abort its requests, and give it other weights, by the names that vLLM or
+SGLang have for them (server.control)."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,6 @@ MODES: dict[str, Running] = {"abort": "abort", "wait": "finish", "keep": "recomp
 """vLLM's modes: what becomes of unfinished requests."""
 KEEPING_MODES: dict[str, Running] = {**MODES, "keep": "keep"}
 """The same with clear_cache=false."""
-SGLANG_MODES: dict[str, Running] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
 BOOLEANS = {"true": True, "false": False}
 
 UPDATE_WEIGHTS: Fields = {
@@ -42,8 +41,6 @@ ABORT: Fields = {
     "rid": Unsupported("a request is aborted by closing its connection; abort_all=true aborts all of them", ("",)),
 }
 """Fields of /abort_request, which are SGLang's."""
-PAUSE_GENERATION: Fields = {"mode": choice(*SGLANG_MODES)}
-CONTINUE_GENERATION: Fields = {"torch_empty_cache": FLAG}
 
 
 class Control:
@@ -56,7 +53,6 @@ class Control:
 
     def endpoints(self) -> list[Endpoint]:
         """All routes."""
-        continues = "Goes on after /pause_generation."
         return [
             Endpoint("/pause", "POST", "Runs no step until /resume; query: mode, clear_cache.", self.pause),
             Endpoint("/resume", "POST", "Runs steps again.", self.resume),
@@ -64,19 +60,16 @@ class Control:
             Endpoint("/sleep", "POST", "Releases the devices' memory; query: level, mode.", self.sleep),
             Endpoint("/wake_up", "POST", "Runs steps again after /sleep; query: tags.", self.wake_up),
             Endpoint("/is_sleeping", "GET", "Whether the engine sleeps.", self.is_sleeping),
-            Endpoint("/pause_generation", "POST", "Pauses.", self.pause_generation, PAUSE_GENERATION),
-            Endpoint("/continue_generation", "POST", continues, self.continue_generation, CONTINUE_GENERATION),
             Endpoint("/abort_request", "POST", "Ends all requests with what they have.", self.abort, ABORT),
             Endpoint("/update_weights_from_disk", "POST", "Reads other weights.", self.update_weights, UPDATE_WEIGHTS),
         ]
 
     async def pause(self, request: Request) -> Response:
-        """Pauses in a mode of vLLM's. Requests that are kept are computed again unless clear_cache=false."""
+        """Pauses in one of `MODES`. Requests that are kept are computed again unless clear_cache=false."""
         clears = self._query(request, "clear_cache", BOOLEANS, "true")
         modes = MODES if clears else KEEPING_MODES
-        waits = self._query(request, "wait_for_inflight_requests", BOOLEANS, "false")
-        running = self._query(request, "mode", modes, "wait" if waits else "abort")
-        self._demand_known(request, "mode", "clear_cache", "wait_for_inflight_requests")
+        running = self._query(request, "mode", modes, "abort")
+        self._demand_known(request, "mode", "clear_cache")
         await self._call(lambda engine: engine.pause(running), idle=running == "finish")
         return JSONResponse({"status": "paused"})
 
@@ -114,18 +107,6 @@ class Control:
         """Whether the engine sleeps."""
         del request
         return JSONResponse({"is_sleeping": self._worker.engine.asleep})
-
-    async def pause_generation(self, request: Request) -> Response:
-        """Pauses in a mode of SGLang's."""
-        running = SGLANG_MODES[(await self._values(request, PAUSE_GENERATION)).get("mode", "abort")]
-        await self._call(lambda engine: engine.pause(running))
-        return JSONResponse({"status": "ok", "message": "Generation paused successfully."})
-
-    async def continue_generation(self, request: Request) -> Response:
-        """Runs steps again."""
-        await self._values(request, CONTINUE_GENERATION)
-        await self._call(Engine.resume)
-        return JSONResponse({"status": "ok", "message": "Generation continued successfully."})
 
     async def abort(self, request: Request) -> Response:
         """Ends all requests with what they have."""

@@ -1,6 +1,6 @@
 """The fields of requests, in one table for each route.
 
-Bodies are checked by these tables, and /openapi.json is written from them.
+Bodies are checked by these tables, and /openapi.json is written from them. Chats are those of messages and tools.
 """
 
 import re
@@ -17,15 +17,18 @@ from megajax.inference.server.values import (
     choice,
     instance,
     integer,
-    items,
     nonempty_text,
     number,
+    one_of,
 )
 
 IMAGE_URLS = ("data:image/png;base64", "data:image/jpeg;base64", "data:image/jpg;base64")
 """Starts of the URLs of images: the server fetches nothing."""
 JSON_OBJECT = {"type": "object"}
 """The guide of any JSON object."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+RENDERING_NAMES = ("self", "messages", "prompt", "add_generation_prompt", "tools")
+"""Variables of templates that a request cannot set."""
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -45,7 +48,7 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def _allowed(value: Any) -> tuple[int, ...]:
-    return _tokens(nonempty(value))
+    return _tokens(_nonempty(value))
 
 
 def _bias(value: Any) -> dict[int, float]:
@@ -101,7 +104,7 @@ def _one_guide(value: Any) -> Any:
     return guides[0]
 
 
-def data_url(value: Any) -> bytes:
+def _data_url(value: Any) -> bytes:
     """The content of a data: URL."""
     kind, comma, text = instance(str)(value).partition(",")
     if not comma or kind.lower() not in IMAGE_URLS:
@@ -109,48 +112,100 @@ def data_url(value: Any) -> bytes:
     return b64decode(text, validate=True)
 
 
-def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The content of a message of these parts, texts and images; one text without images."""
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "".join(part["text"] for part in parts)
-
-
-def nonempty(value: Any) -> list[Any]:
+def _nonempty(value: Any) -> list[Any]:
     """A list with something in it."""
     if not instance(list)(value):
         raise ValueError
     return value
 
 
-FLAG = Field("true or false", {"type": "boolean"}, instance(bool))
-STRING = Field("a string", {"type": "string"}, instance(str))
-TEXT = Field("a string that is not empty", {"type": "string", "minLength": 1}, nonempty_text)
-OBJECT = Field("an object", {"type": "object"}, instance(dict))
-IMAGE_URL = Field("a URL data:image/png;base64,… or data:image/jpeg;base64,…", {"type": "string"}, data_url)
-TOKENS = Field("a list of token ids", items("integer"), _tokens)
-GUIDE_SCHEMA = Field("a JSON schema", {"type": ["object", "string"]}, _schema)
-GUIDE_CHOICE = Field("a list of strings, at least one", items("string"), _choices)
-GUIDE_GRAMMAR = Field("a grammar in the form of Lark or GBNF", {"type": "string"}, _grammar)
-GUIDE_REGEX = Field("a regular expression", {"type": "string"}, instance(str))
+def _content(value: Any) -> str | list[dict[str, Any]]:
+    """A text, or the joined parts. Raises RequestError for an image without a URL."""
+    if not isinstance(value, list):
+        return instance(str)(value)
+    parts = list(map(_part, value))
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _part(part: Values) -> dict[str, Any]:
+    if part["type"] != "image_url":
+        return {"type": "text", "text": part.get(part["type"], "")}
+    if "image_url" not in part:
+        raise part.invalid("image_url", "must be given")
+    return {"type": "image", "data": part["image_url"]["url"]}
+
+
+def _messages(value: Any) -> list[Any]:
+    """Raises RequestError for a message without content and calls."""
+    for message in _nonempty(value):
+        if "content" not in message and not message.get("tool_calls"):
+            raise message.invalid("content", "must be given")
+    return value
+
+
+def _named_function(value: Any) -> dict[str, Any]:
+    """An object with type function and a function that has a name."""
+    function = instance(dict)(value).get("function")
+    if value.get("type", "function") != "function" or not isinstance(instance(dict)(function).get("name"), str):
+        raise ValueError
+    return value
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    for tool in instance(list)(value):
+        if not isinstance(_named_function(tool)["function"].get("parameters"), dict | None):
+            raise ValueError
+    return value
+
+
+def _tool_choice(value: Any) -> Any:
+    return one_of("none", "auto", "required")(value) if isinstance(value, str) else _named_function(value)
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    return instance(dict)(parse_json(value or "{}") if isinstance(value, str) else value)
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Calls for templates, which take arguments as objects."""
+    calls = instance(list)(value)
+    return [{**call, "type": "function", "function": {"arguments": {}, **call["function"]}} for call in calls]
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    if set(RENDERING_NAMES) & instance(dict)(value).keys():
+        raise ValueError
+    return value
+
+
+FLAG = Field("true or false", instance(bool))
+STRING = Field("a string", instance(str))
+TEXT = Field("a string that is not empty", nonempty_text)
+OBJECT = Field("an object", instance(dict))
+PROMPT = Field("a string, a list of strings, a list of token ids, or a list of such lists", required=True)
+TOKENS = Field("a list of token ids", _tokens)
+GUIDE_SCHEMA = Field("a JSON schema", _schema)
+GUIDE_CHOICE = Field("a list of strings, at least one", _choices)
+GUIDE_GRAMMAR = Field("a grammar in the form of Lark or GBNF", _grammar)
+GUIDE_REGEX = Field("a regular expression", instance(str))
 NO_TAGS = Unsupported("tags are not supported: give json, choice, regex or grammar")
 
 STRUCTURED_OUTPUTS: Fields = {
     "json": GUIDE_SCHEMA,
     "choice": GUIDE_CHOICE,
     "regex": GUIDE_REGEX,
-    "json_object": Field("true or false", {"type": "boolean"}, _whole_object),
+    "json_object": Field("true or false", _whole_object),
     "grammar": GUIDE_GRAMMAR,
     "structural_tag": NO_TAGS,
 }
 JSON_SCHEMA: Fields = {"name": STRING, "description": STRING, "strict": FLAG, "schema": OBJECT._replace(required=True)}
 RESPONSE_FORMAT: Fields = {
     "type": choice("text", "json_object", "json_schema")._replace(required=True),
-    "json_schema": Field("an object with a schema", {"type": "object"}, fields=JSON_SCHEMA),
+    "json_schema": Field("an object with a schema", fields=JSON_SCHEMA),
 }
 STREAM_OPTIONS: Fields = {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG}
 
-TRUNCATION = Field("an integer, at least 1, or -1 for as many as fit", {"type": "integer", "minimum": -1}, _truncation)
+TRUNCATION = Field("an integer, at least 1, or -1 for as many as fit", _truncation)
 
 SAMPLING: Fields = {
     **{
@@ -162,22 +217,20 @@ SAMPLING: Fields = {
         )
     },
     "top_k": number("top_k")._replace(read=_all_at_minus_one),
-    "logit_bias": Field('an object such as {"42": -1}, by token id', {"type": "object"}, _bias, "logit_bias"),
-    "stop": Field("a string or a list of strings", {"type": ["string", "array"]}, _stop, "stop"),
+    "logit_bias": Field('an object such as {"42": -1}, by token id', _bias, "logit_bias"),
+    "stop": Field("a string or a list of strings", _stop, "stop"),
     "stop_token_ids": TOKENS._replace(setting="stop_tokens"),
     "ignore_eos": FLAG._replace(setting="ignore_eos"),
     "include_stop_str_in_output": FLAG._replace(setting="include_stop"),
     "no_stop_trim": FLAG._replace(setting="include_stop"),
     "response_format": Field(
         "an object with a type (text, json_object or json_schema) and, for json_schema alone, a json_schema",
-        {"type": "object"},
         _response_format,
         "guide",
         RESPONSE_FORMAT,
     ),
     "structured_outputs": Field(
         "an object with one of json, choice, regex, grammar and json_object",
-        {"type": "object"},
         _one_guide,
         "guide",
         STRUCTURED_OUTPUTS,
@@ -188,8 +241,8 @@ SAMPLING: Fields = {
     "json_schema": GUIDE_SCHEMA._replace(setting="guide"),
     "regex": GUIDE_REGEX._replace(setting="guide"),
     **dict.fromkeys(("guided_grammar", "ebnf"), GUIDE_GRAMMAR._replace(setting="guide")),
-    "allowed_token_ids": Field("a list of token ids, at least one", items("integer"), _allowed, "allowed_tokens"),
-    "bad_words": Field("a list of strings", items("string"), _strings),
+    "allowed_token_ids": Field("a list of token ids, at least one", _allowed, "allowed_tokens"),
+    "bad_words": Field("a list of strings", _strings),
     "truncate_prompt_tokens": TRUNCATION,
 }
 """Fields of both OpenAI routes, with the usual names for settings that OpenAI lacks."""
@@ -203,7 +256,7 @@ NO_EFFECT: Fields = {
 """Fields that are accepted without effect."""
 
 SCHEDULING: Fields = {
-    "priority": Field("an integer", {"type": "integer"}, integer),
+    "priority": Field("an integer", integer),
     "cache_salt": TEXT,
 }
 """When a request runs, and with which others it shares the cache."""
@@ -223,20 +276,14 @@ COMMON: Fields = {
     **UNSUPPORTED,
     "model": STRING,
     "stream": FLAG,
-    "stream_options": Field(
-        "an object with include_usage", {"type": "object"}, instance(Values), fields=STREAM_OPTIONS
-    ),
+    "stream_options": Field("an object with include_usage", instance(Values), fields=STREAM_OPTIONS),
     "return_token_ids": FLAG,
     "return_tokens_as_token_ids": FLAG,
 }
 
 COMPLETIONS: Fields = {
     **COMMON,
-    "prompt": Field(
-        "a string, a list of strings, a list of token ids, or a list of such lists",
-        {"type": ["string", "array"]},
-        required=True,
-    ),
+    "prompt": PROMPT,
     "echo": FLAG,
     "logprobs": number("logprobs"),
     "special_tokens": FLAG,
@@ -244,3 +291,90 @@ COMPLETIONS: Fields = {
     "suffix": Unsupported("text is not inserted before a suffix: leave it out", ("",)),
 }
 """Fields of /v1/completions."""
+
+NO_FUNCTIONS = Unsupported("this is the older form of tools: use tools and tool_choice", ([], "none", "auto"))
+
+IMAGE_URL: Fields = {
+    "url": Field("a URL data:image/png;base64,… or data:image/jpeg;base64,…", _data_url, required=True),
+    "detail": STRING,
+}
+PART: Fields = {
+    "type": Field(
+        "text or image_url: other content is not supported", one_of("text", "refusal", "image_url"), required=True
+    ),
+    "text": STRING,
+    "refusal": STRING,
+    "image_url": Field("an object with a url", instance(Values), fields=IMAGE_URL),
+}
+FUNCTION: Fields = {
+    "name": STRING._replace(required=True),
+    "arguments": Field("an object as JSON", _arguments),
+}
+CALL: Fields = {
+    "id": STRING,
+    "index": Field("an integer", instance(int)),
+    "type": choice("function"),
+    "function": Field("an object with a name and arguments", instance(Values), fields=FUNCTION, required=True),
+}
+MESSAGE: Fields = {
+    "role": choice(*ROLES)._replace(required=True),
+    "content": Field("a string or a list of parts", _content, fields=PART),
+    "name": STRING,
+    "refusal": STRING,
+    "audio": Unsupported("only text is supported"),
+    "tool_calls": Field(
+        "a list of calls, each with a function: its name, and its arguments as JSON", _calls, fields=CALL
+    ),
+    "tool_call_id": STRING,
+    "reasoning_content": STRING,
+    "function_call": NO_FUNCTIONS,
+}
+MESSAGES = Field("a list with a message or more", _messages, fields=MESSAGE)
+RENDERING: Fields = {
+    "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
+    "chat_template_kwargs": Field(f"an object without {', '.join(RENDERING_NAMES)}, which the server sets", _variables),
+    "chat_template": Unsupported("templates are chosen when the server starts (inference.template)"),
+    "tools": Field(
+        "a list of objects with type function and a function: its name, and parameters as a JSON schema",
+        _tools,
+    ),
+    "documents": Unsupported("write documents into a message, or into chat_template_kwargs", ([],)),
+}
+"""How messages become a prompt."""
+
+CHAT: Fields = {
+    **COMMON,
+    **RENDERING,
+    # Accepted without effect.
+    **{"verbosity": STRING, "modalities": Field('["text"]', one_of(["text"])), "prediction": OBJECT},
+    "messages": MESSAGES._replace(required=True),
+    "max_completion_tokens": number("max_tokens"),
+    "logprobs": FLAG,
+    "top_logprobs": number("logprobs"),
+    "reasoning_effort": STRING,
+    "tool_choice": Field(
+        "none, auto, required, or an object with type function and the name of a function",
+        _tool_choice,
+    ),
+    "parallel_tool_calls": FLAG,
+    "separate_reasoning": FLAG,
+    **dict.fromkeys(("functions", "function_call"), NO_FUNCTIONS),
+    "audio": Unsupported("only text is supported"),
+    "web_search_options": Unsupported("the server reads nothing from elsewhere"),
+    "echo": Unsupported("use /v1/completions", (False,)),
+    "add_special_tokens": Unsupported("the chat template writes the special tokens", (False,)),
+}
+"""Fields of /v1/chat/completions."""
+
+TOKENIZE: Fields = {
+    **RENDERING,
+    "model": STRING,
+    "prompt": STRING,
+    "messages": MESSAGES,
+    "special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+}
+"""Fields of /tokenize, which takes either prompt or messages."""
+DETOKENIZE: Fields = {"model": STRING, "tokens": TOKENS._replace(required=True)}
+"""Fields of /detokenize."""

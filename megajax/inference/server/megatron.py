@@ -12,26 +12,16 @@ from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.fields import FLAG, STRING
 from megajax.inference.server.models import ServedModel, split_prompts
 from megajax.inference.server.openai import Job, TokenTexts, finite
-from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds, items, number
-
-
-def _limited(kind: str, limit: Limit, setting: str | None = None) -> Field:
-    def read(value: Any) -> Any:
-        if limit.error(value):
-            raise ValueError
-        return value
-
-    return Field(kind, bounds(limit), read, setting)
-
+from megajax.inference.server.values import Field, Fields, Unsupported, Values, number, within
 
 FIELDS: Fields = {
-    "prompts": Field("a list of strings", items("string"), required=True),
+    "prompts": Field("a list of strings", required=True),
     "model": STRING,
     "tokens_to_generate": number("max_tokens"),
     "logprobs": FLAG,
-    "temperature": _limited("a number above 0 and at most 100", Limit(float, 0, 100, above=True), "temperature"),
-    "top_k": _limited("an integer between 0 and 1000", Limit(int, 0, 1000), "top_k"),
-    "top_p": _limited("a number between 0 and 1", Limit(float, 0, 1)),
+    "temperature": Field("a number above 0 and at most 100", within(Limit(float, 0, 100, above=True)), "temperature"),
+    "top_k": Field("an integer between 0 and 1000", within(Limit(int, 0, 1000)), "top_k"),
+    "top_p": Field("a number between 0 and 1", within(Limit(float, 0, 1))),
     **dict.fromkeys(("top_p_decay", "top_p_bound"), Unsupported("must be 0: top_p does not decay here", (0,))),
     "add_BOS": FLAG,
     "stop_on_eol": FLAG,
@@ -40,7 +30,7 @@ FIELDS: Fields = {
     "random_seed": number("seed"),
     "no_log": FLAG,
     "beam_width": number("beams"),
-    "stop_token": _limited("a token id", TOKEN),
+    "stop_token": Field("a token id", within(TOKEN)),
     "length_penalty": number("length_penalty"),
     "max_len": Unsupported("replaced by tokens_to_generate"),
     "sentences": Unsupported("replaced by prompts"),

@@ -1,9 +1,13 @@
-"""The server's state, and its counts and times in Prometheus's text format."""
+"""The server's state, and its counts and times for Prometheus."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from megajax.command_line.help import field_texts
 from megajax.inference.server.body import SHUTTING_DOWN
@@ -18,8 +22,19 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 """Upper bounds of the histograms of request times."""
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 """Upper bounds of the histogram of times between tokens."""
-
-
+TIMES: Mapping[str, tuple[str, str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("time_to_first_token_seconds", "From request to first token.", SECONDS),
+    "time_per_token_seconds": ("inter_token_latency_seconds", "Between two tokens of an answer.", TOKEN_SECONDS),
+    "request_seconds": ("e2e_request_latency_seconds", "From request to last token.", SECONDS),
+    "queue_seconds": ("request_queue_time_seconds", "From request to the first step of an answer.", SECONDS),
+    "prefill_seconds": (
+        "request_prefill_time_seconds",
+        "From the first step of an answer to its first token.",
+        SECONDS,
+    ),
+    "decode_seconds": ("request_decode_time_seconds", "From the first token of an answer to its last.", SECONDS),
+}
+"""Name after `megajax_` -> name after `vllm:`, what it measures, and the bounds of its histogram."""
 VLLM_STATISTICS: Mapping[str, tuple[str, Callable[[Statistics], float]]] = {
     "num_requests_running": ("Answers that are generated.", lambda counts: counts.running),
     "num_requests_waiting": ("Answers that wait.", lambda counts: counts.waiting),
@@ -52,88 +67,57 @@ VLLM_FINISHES: Mapping[str, str] = {"cancelled": "abort"}
 """Reason for which an answer ended -> vLLM's name, where it is another."""
 
 
-class Counter:
-    """A sum for each set of labels. Not thread-safe, like the histograms."""
-
-    def __init__(self, name: str, text: str):
-        self.name, self.text = name, text
-        self._sums: dict[tuple[tuple[str, str], ...], float] = {}
-
-    def add(self, value: float, **labels: str) -> None:
-        key = tuple(labels.items())
-        self._sums[key] = self._sums.get(key, 0) + value
-
-    def lines(self) -> Iterator[str]:
-        yield from _head(self.name, self.text, "counter")
-        for labels, value in sorted(self._sums.items()):
-            yield f"{self.name}{_labels(labels)} {_number(value)}"
-
-
 class Histogram:
     """Counts of values by upper bound."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float]):
-        self.name, self._text, self._bounds = name, text, bounds
-        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+    def __init__(self, bounds: Sequence[float]):
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def lines(self, name: str = "", **labels: str) -> Iterator[str]:
-        """name: another name than its own."""
-        name, total = name or self.name, 0
-        yield from _head(name, self._text, "histogram")
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            bound_text = "+Inf" if bound == float("inf") else f"{bound:g}"
-            yield f"{name}_bucket{_labels([*labels.items(), ('le', bound_text)])} {total}"
-        yield f"{name}_sum{_labels(labels.items())} {self._sum!r}"
-        yield f"{name}_count{_labels(labels.items())} {total}"
+    def family(self, name: str, text: str, **labels: str) -> Metric:
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        family = HistogramMetricFamily(name, text, labels=[*labels])
+        family.add_metric([*labels.values()], [*zip(bounds, accumulate(self._counts), strict=True)], self._sum)
+        return family
 
 
 class ServerMetrics:
-    """Metrics of the server; those of the engine are `Statistics`."""
+    """Metrics of the server, as a collector of prometheus_client; those of the engine are `Statistics`.
+
+    Not thread-safe: requests are counted and metrics are read on the event loop's thread.
+    """
 
     def __init__(self, model: str) -> None:
         """model: its name, for labels of vLLM's names."""
         self._model = model
-        self.requests = Counter(f"{PREFIX}requests_total", "HTTP requests by route and status.")
-        self.answers = Counter(f"{PREFIX}answers_total", "Answers by the reason for which they ended.")
-        self.successes = Counter(f"{VLLM}request_success_total", "Answers by the reason for which they ended.")
-        self.first_token_seconds = _times("time_to_first_token_seconds", "From request to first token.")
-        self.token_seconds = _times("time_per_token_seconds", "Between two tokens of an answer.", TOKEN_SECONDS)
-        self.seconds = _times("request_seconds", "From request to last token.")
-        self.queue_seconds = _times("queue_seconds", "From request to the first step of an answer.")
-        self.prefill_seconds = _times("prefill_seconds", "From the first step of an answer to its first token.")
-        self.decode_seconds = _times("decode_seconds", "From the first token of an answer to its last.")
+        self.requests: Counter[tuple[str, ...]] = Counter()
+        """HTTP requests by route and status."""
+        self.answers: Counter[tuple[str, ...]] = Counter()
+        """Answers by the reason for which they ended."""
+        self._times = {name: Histogram(bounds) for name, (_, _, bounds) in TIMES.items()}
 
-    def end(self, finish: str) -> None:
-        """Count the end of an answer."""
-        self.answers.add(1, finish=finish)
-        self.successes.add(1, model_name=self._model, finished_reason=VLLM_FINISHES.get(finish, finish))
+    def observe(self, name: str, seconds: float) -> None:
+        """Count a time. name: in `TIMES`."""
+        self._times[name].observe(seconds)
 
-    def lines(self) -> Iterator[str]:
-        times = {
-            "time_to_first_token_seconds": self.first_token_seconds,
-            "inter_token_latency_seconds": self.token_seconds,
-            "e2e_request_latency_seconds": self.seconds,
-            "request_queue_time_seconds": self.queue_seconds,
-            "request_prefill_time_seconds": self.prefill_seconds,
-            "request_decode_time_seconds": self.decode_seconds,
-        }
-        for metric in (self.requests, self.answers, self.successes, *times.values()):
-            yield from metric.lines()
-        for name, histogram in times.items():
-            yield from histogram.lines(VLLM + name, model_name=self._model)
-
-
-def _times(name: str, text: str, bounds: Sequence[float] = SECONDS) -> Histogram:
-    return Histogram(PREFIX + name, text, bounds)
+    def collect(self) -> Iterator[Metric]:
+        """All metrics."""
+        yield counts(f"{PREFIX}requests_total", "HTTP requests by route and status.", self.requests, "route", "code")
+        text, successes = "Answers by the reason for which they ended.", Counter[tuple[str, ...]]()
+        for (finish,), number in self.answers.items():
+            successes[self._model, VLLM_FINISHES.get(finish, finish)] += number
+        yield counts(f"{PREFIX}answers_total", text, self.answers, "finish")
+        yield counts(f"{VLLM}request_success_total", text, successes, "model_name", "finished_reason")
+        for name, (vllm, text, _) in TIMES.items():
+            yield self._times[name].family(PREFIX + name, text)
+            yield self._times[name].family(VLLM + vllm, text, model_name=self._model)
 
 
 class Readiness:
-    """The state reported by /health."""
+    """The state reported by /health, and the statistics of the engine."""
 
     def __init__(self, name: str, worker: Worker):
         """name: name of the model."""
@@ -165,37 +149,25 @@ class Readiness:
         """Stop the engine."""
         self._worker.close()
 
-    def lines(self) -> Iterator[str]:
-        """Statistics of the engine in Prometheus's text format."""
+    def collect(self) -> Iterator[Metric]:
+        """Statistics of the engine, as a collector of prometheus_client."""
         statistics = self._worker.statistics()
         for name, value in asdict(statistics).items():
             if not isinstance(value, tuple):
-                yield from gauge(PREFIX + name, self._texts[name], value, model=self._name)
+                yield counts(PREFIX + name, self._texts[name], {(self._name,): value}, "model")
         accepted, text = statistics.accepted_at_total, self._texts["accepted_at_total"]
+        by_position = Counter[tuple[str, ...]]({(self._name, str(at)): count for at, count in enumerate(accepted)})
         for name, label in ((f"{PREFIX}accepted_at_total", "model"), (f"{VLLM}{PER_POSITION}", "model_name")):
-            counter = Counter(name, text)
-            for position, value in enumerate(accepted):
-                counter.add(value, **{label: self._name}, position=str(position))
-            yield from counter.lines() if accepted else ()
+            if by_position:
+                yield counts(name, text, by_position, label, "position")
         for name, (text, value_of) in VLLM_STATISTICS.items():
-            yield from gauge(VLLM + name, text, value_of(statistics), model_name=self._name)
+            yield counts(VLLM + name, text, {(self._name,): value_of(statistics)}, "model_name")
 
 
-def gauge(name: str, text: str, value: float, **labels: str) -> Iterator[str]:
-    """Lines of a gauge, or of a counter if its name ends in _total."""
-    yield from _head(name, text, "counter" if name.endswith("_total") else "gauge")
-    yield f"{name}{_labels(labels.items())} {_number(value)}"
-
-
-def _head(name: str, text: str, kind: str) -> tuple[str, str]:
-    return f"# HELP {name} {text}", f"# TYPE {name} {kind}"
-
-
-def _labels(labels: Iterable[tuple[str, str]]) -> str:
-    escaped = {name: value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for name, value in labels}
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}" if escaped else ""
-
-
-def _number(value: float) -> str:
-    """All digits: %g has six, too few for a count."""
-    return str(value) if isinstance(value, int) else repr(float(value))
+def counts(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    """A gauge, or a counter if its name ends in _total. values: by the values of the labels."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = kind(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family

@@ -15,7 +15,7 @@ from megajax.inference.server.values import Field, Fields, Unsupported, instance
 
 UNLOAD_ADAPTER: Fields = {
     "lora_name": STRING._replace(required=True),
-    "lora_int_id": Field("an integer", {"type": "integer"}, instance(int)),
+    "lora_int_id": Field("an integer", instance(int)),
 }
 """Fields of /v1/unload_lora_adapter, by vLLM's names; numbers of adapters have no effect."""
 LOAD_ADAPTER: Fields = {

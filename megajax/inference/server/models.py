@@ -12,7 +12,6 @@ from megajax.inference.images import ImageReader, ReadImage
 from megajax.inference.request import Pooling, PromptImage
 from megajax.inference.sampling_settings import Sampling, abbreviated
 from megajax.inference.server.body import invalid
-from megajax.inference.server.pooling.reranker import Reranker
 from megajax.inference.server.values import Values
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
@@ -41,8 +40,6 @@ class ServedModel:
     """Reads images within messages; None: the model reads text alone."""
     pooling: Pooling = "last"
     """The embeddings of texts."""
-    reranker: Reranker | None = None
-    """Scores pairs of texts by the next token; None: by embeddings."""
     parent: str | None = None
     """For an adapter, the name of the model that it changes; its own name is that of the engine's adapter."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -107,17 +104,19 @@ class ServedModel:
         tokens = await _tokens(text, lambda: tokenizer.encode(text).tolist(), param)
         return [*self.prefix, *tokens] if prefix else tokens
 
-    async def converse(self, values: Values, param: str = "messages") -> tuple[list[int], tuple[PromptImage, ...]]:
+    async def converse(self, values: Values) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Tokens and images of the messages of a request: `fields.MESSAGES` and `fields.RENDERING`.
 
-        param: the field of the messages, for the RequestError that is raised if they have no tokens.
+        Raises RequestError if they have no tokens.
         """
         conversation = self.conversation
         if self.reads:
-            raise invalid(param, f"{self.name} has an encoder, which reads texts and no messages: use /v1/completions")
+            raise invalid(
+                "messages", f"{self.name} has an encoder, which reads texts and no messages: use /v1/completions"
+            )
         if conversation is None:
-            other = "/v1/completions" if self.generates else "/v1/embeddings, /score or /rerank"
-            raise invalid(param, f"{self.name} has no chat template: use {other}")
+            other = "/v1/completions" if self.generates else "/v1/embeddings"
+            raise invalid("messages", f"{self.name} has no chat template: use {other}")
         messages = [_message(message) for message in values["messages"]]
         continued = values.get("continue_final_message", False)
         header = values.get("add_generation_prompt", not continued)
@@ -136,30 +135,30 @@ class ServedModel:
             variables=variables,
             image_token=None if reader is None else reader.images.token,
         )
-        pictures = await self._pictures(messages, param)
+        pictures = await self._pictures(messages)
         text = "".join(message["content"] for message in messages if isinstance(message["content"], str))
         try:
-            tokens = await _tokens(text, encode, param)
+            tokens = await _tokens(text, encode, "messages")
             return (tokens, ()) if reader is None else reader.place(tokens, pictures)
         except (TemplateMisfit, UserError) as error:
-            raise invalid(param, str(error)) from None
+            raise invalid("messages", str(error)) from None
 
-    async def _pictures(self, messages: Sequence[Mapping[str, Any]], param: str) -> list[ReadImage]:
+    async def _pictures(self, messages: Sequence[Mapping[str, Any]]) -> list[ReadImage]:
         """The pixels of the images of messages. Raises RequestError, which numbers the image from 1."""
         contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
         files = [part["data"] for content in contents for part in content if part["type"] == "image"]
         if not files:
             return []
         if self.images is None:
-            raise invalid(param, f"{self.name} reads no images: send text alone")
+            raise invalid("messages", f"{self.name} reads no images: send text alone")
         if len(files) > (most := self.images.images.most):
-            raise invalid(param, f"{param} has {len(files)} images, {self.name} reads at most {most}")
+            raise invalid("messages", f"messages has {len(files)} images, {self.name} reads at most {most}")
         pictures = []
         for number, data in enumerate(files, start=1):
             try:
                 pictures.append(await asyncio.to_thread(self.images.read, data))  # type: ignore[union-attr]
             except UserError as error:
-                raise invalid(param, f"image {number} of {param} {error}") from None
+                raise invalid("messages", f"image {number} of messages {error}") from None
         return pictures
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -4,16 +4,16 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from uuid import uuid4
 
 from megajax.inference.request import Output, Pooling, PromptImage, TokenScore
 from megajax.inference.sampling_settings import BAD, Sampling
-from megajax.inference.server.body import RequestError, invalid
-from megajax.inference.server.chat.answer_parts import THINK, AnswerParts, Reasoning, Stage
-from megajax.inference.server.chat.tools import tool_use
+from megajax.inference.server.answer_parts import THINK, AnswerParts, Reasoning, Stage
+from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.models import ServedModel, read_prompts, shortened
+from megajax.inference.server.tools import tool_use
 from megajax.inference.server.values import Values
 from megajax.tokenizers.base import Tokenizer
 
@@ -129,7 +129,7 @@ class Job:
     sampling: Sampling
     response: Callable[[Sequence[Output]], dict[str, Any]]
     """All answers -> the body of a response."""
-    stream: "EventForm | None" = None
+    stream: "OpenAIForm | None" = None
     """The format of events; None for a single response."""
     names: dict[str, str]
     """Settings of `Sampling` -> fields of the request."""
@@ -137,37 +137,10 @@ class Job:
     """Which embeddings of the prompts are requested, in place of answers."""
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, if there is one."""
-    fields: Sequence[str] = ()
-    """The field of each prompt, for messages; empty: `names` has that of all."""
-
-
-class EventForm(Protocol):
-    """The format of the events of a stream."""
-
-    ending: str
-    """What follows the last event, as it is sent."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Events before the first token."""
-        ...
-
-    def events(self, output: Output) -> list[dict[str, Any]]:
-        """Events of an output of an answer."""
-        ...
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Events after the last token."""
-        ...
-
-    def failure(self, error: RequestError) -> dict[str, Any]:
-        """The event of an error that ends the stream."""
-        ...
 
 
 class OpenAIForm:
     """Base class of the formats of both routes."""
-
-    ending = "data: [DONE]\n\n"
 
     kind: str
     """`object` of a response."""
@@ -211,18 +184,14 @@ class OpenAIForm:
         """Events before the first token."""
         return []
 
-    def events(self, output: Output) -> list[dict[str, Any]]:
+    def event(self, output: Output) -> dict[str, Any]:
         """The event of an output of an answer."""
         self._count(output)
-        return [self._event([self.choice(output, event=True)])]
+        return self._event([self.choice(output, event=True)])
 
     def closing(self) -> list[dict[str, Any]]:
         """Events after the last token."""
         return [{**self._event([]), "usage": self._usage()}] if self._with_usage else []
-
-    def failure(self, error: RequestError) -> dict[str, Any]:
-        """The event of an error that ends the stream."""
-        return error.body()
 
     def _count(self, output: Output) -> None:
         self._generated += len(output.tokens)
@@ -332,21 +301,9 @@ class ChatForm(OpenAIForm):
         return [{**first, **self._of_prompt(0)}, *others]
 
 
-class Chat(NamedTuple):
-    """A conversation that is to be answered."""
-
-    prompt: list[int]
-    sampling: Sampling
-    stages: Callable[[], Sequence[Stage]]
-    """Makes the stages that find the parts of an answer."""
-    demands_call: bool
-    """Whether tool_choice demands a call, which the guide of `sampling` makes."""
-    images: tuple[PromptImage, ...]
-
-
 async def completion_job(values: Values, model: ServedModel, config: ServerConfig) -> Job:
     """The job of a body of /v1/completions. Raises RequestError."""
-    settings = with_bad_words(values.sampling(_defaults(values, model)), values, model)
+    settings = _with_bad_words(values.sampling(_defaults(values, model)), values, model)
     if values.get("echo", False) and settings.logprobs is not None:
         settings = replace(settings, prompt_logprobs=max(settings.logprobs, settings.prompt_logprobs or 0))
         if values.get("stream", False) and settings.n > 1:
@@ -366,29 +323,15 @@ async def chat_job(values: Values, model: ServedModel, config: ServerConfig) -> 
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     if scored:
         values["top_logprobs"] = top or 0
-    chat = await read_chat(values, model, config, _defaults(values, model))
-    _check_stream(values, chat.sampling)
-    form = ChatForm(model, [chat.prompt], chat.sampling, values, chat.stages)
-    names = {"prompt": "messages"} | ({"guide": "tools"} if chat.demands_call else {})
-    return replace(_job(values, chat.sampling, config, form, [chat.prompt], names), images=chat.images)
-
-
-async def read_chat(
-    values: Values, model: ServedModel, config: ServerConfig, base: Sampling, param: str = "messages"
-) -> Chat:
-    """The prompt and the settings of messages, and how the parts of their answers are found. Raises RequestError.
-
-    values: fields of sampling; `messages`, `tools` and `tool_choice` in the form of `fields.CHAT`. base: settings that
-    the fields do not name. param: the field of the messages.
-    """
     # By default, an answer may fill the row.
-    settings = with_bad_words(values.sampling(replace(base, max_tokens=model.length)), values, model)
+    base = replace(_defaults(values, model), max_tokens=model.length)
+    settings = _with_bad_words(values.sampling(base), values, model)
     use = tool_use(values, model, config)
     if use.guide is not None:
         if settings.guide is not None:
             raise invalid("tool_choice", "tool_choice demands a call: leave out the format of the answer")
         settings = replace(settings, guide=use.guide)
-    prompt, images = await model.converse(values, param)
+    prompt, images = await model.converse(values)
     if images and "truncate_prompt_tokens" in values:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens would cut images: leave it out")
     prompt = shortened(prompt, values, _longest(model, settings))
@@ -403,10 +346,13 @@ async def read_chat(
         inside = model.tokenizer.decode(tail).rstrip().endswith(THINK)
         return [*([Reasoning(inside=inside)] if splits else []), *([stage()] if stage else [])]
 
-    return Chat(prompt, settings, stages, use.guide is not None, images)
+    _check_stream(values, settings)
+    form = ChatForm(model, [prompt], settings, values, stages)
+    names = {"prompt": "messages"} | ({} if use.guide is None else {"guide": "tools"})
+    return replace(_job(values, settings, config, form, [prompt], names), images=images)
 
 
-def with_bad_words(settings: Sampling, values: Values, model: ServedModel) -> Sampling:
+def _with_bad_words(settings: Sampling, values: Values, model: ServedModel) -> Sampling:
     """The settings with the tokens of `bad_words`, each at the start of a text and after a space.
 
     Raises RequestError for too many or too long words.

@@ -32,7 +32,6 @@ from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
 from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.models import ServedModel
-from megajax.inference.server.pooling.reranker import reranker_of
 from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.conversation import Conversation
@@ -95,7 +94,6 @@ class Serving:
             sampling=sampling,
             images=None if device.images is None else ImageReader(device.images, image_fit, self._config.image_pixels),
             pooling=self._config.pooling or pooling or ("last" if device.generates else "mean"),
-            reranker=reranker_of(self._config, tokenizer, generates=device.generates),
         )
         readiness = Readiness(name, worker)
         models = ModelList(model, read_adapter, read_weights)
@@ -114,7 +112,7 @@ class Serving:
 
     def _section(self, sampling: Sampling) -> Section:
         keys = len(self._access.keys())
-        needed = f"one of {keys} keys, on all routes but /health and /ping" if keys else "no key required"
+        needed = f"one of {keys} keys, on all routes but /health" if keys else "no key required"
         logged = "with prompts and answers" if self._access.log_prompts else "without prompts"
         rows = [("address", address(self._socket)), ("access", needed), ("log", f"a line for each request, {logged}")]
         rows += [("queue", f"{self._config.queue} requests"), ("sampling", described(sampling))]

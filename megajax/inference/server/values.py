@@ -20,9 +20,7 @@ class Field(NamedTuple):
     """A field that a request may have."""
 
     kind: str
-    """Description of the type, for messages."""
-    schema: Mapping[str, Any]
-    """JSON Schema of the type, for /openapi.json."""
+    """Description of the type, for messages and /openapi.json."""
     read: Callable[[Any], Any] = lambda value: value
     """Value as JSON -> Python value. Raises ValueError for a value of another type."""
     setting: str | None = None
@@ -172,21 +170,20 @@ def one_of(*choices: Any) -> Callable[[Any], Any]:
 
 def choice(*choices: str) -> Field:
     """A string among several."""
-    return Field(f"one of {', '.join(choices)}", {"enum": list(choices)}, one_of(*choices))
+    return Field(f"one of {', '.join(choices)}", one_of(*choices))
 
 
 def number(setting: str) -> Field:
     """A number with limits in LIMITS."""
-    limit = LIMITS[setting]
-    return Field("an integer" if limit.kind is int else "a number", bounds(limit), setting=setting)
+    return Field("an integer" if LIMITS[setting].kind is int else "a number", setting=setting)
 
 
-def bounds(limit: Limit) -> dict[str, Any]:
-    """The schema of the numbers within limits."""
-    kind = "integer" if limit.kind is int else "number"
-    return {"type": kind, "exclusiveMinimum" if limit.above else "minimum": limit.least, "maximum": limit.most}
+def within(limit: Limit) -> Callable[[Any], Any]:
+    """A reader of numbers within limits."""
 
+    def read(value: Any) -> Any:
+        if limit.error(value):
+            raise ValueError
+        return value
 
-def items(kind: str) -> dict[str, Any]:
-    """The schema of a list."""
-    return {"type": "array", "items": {"type": kind}}
+    return read

@@ -22,7 +22,6 @@ from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.metrics import Readiness
 from megajax.inference.server.model_list import ModelList
 from megajax.inference.server.models import ServedModel
-from megajax.inference.server.pooling.reranker import reranker_of
 from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.worker import Worker
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -105,7 +104,6 @@ def start(
         sampling=sampling or Sampling(),
         images=None if device.images is None else ImageReader(device.images, "crop", config.image_pixels),
         pooling=config.pooling or "last",
-        reranker=reranker_of(config, tokenizer),
     )
     readiness, log = Readiness("tiny", worker), list[str]()
     models = ModelList(model, read_adapter, read_weights)

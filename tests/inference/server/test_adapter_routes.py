@@ -11,8 +11,7 @@ from waiting import wait_until
 
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.engine import Engine
-from megajax.inference.server.adapter_flags import named_folders, with_slots
-from megajax.inference.server.config import ServerConfig, ServingConfig
+from megajax.inference.server.config import ServerConfig, ServingConfig, named_folders, with_slots
 
 
 def read(folder: Path) -> str:
@@ -49,7 +48,6 @@ def test_a_request_chooses_an_adapter_by_its_model(running: Running, tmp_path: P
     routes = [
         ("/v1/completions", {"prompt": "abc", "max_tokens": 2}, "POST"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}, "POST"),
-        ("/v1/responses", {"input": "abc", "max_output_tokens": 2}, "POST"),
         ("/api", {"prompts": ["abc"], "tokens_to_generate": 2}, "PUT"),
     ]
     for name, adapter in (("law", "law"), ("tiny", None), (None, None)):

@@ -10,7 +10,9 @@ import pytest
 from echo_device import BAD, EchoDevice, state_of
 from served import Running, start, stop
 
+from megajax.config.errors import UserError
 from megajax.inference.server.config import ServerConfig
+from megajax.tokenizers.byte import ByteTokenizer
 
 
 @pytest.fixture(scope="module", params=["first", "last", "mean"])
@@ -127,6 +129,16 @@ def test_texts_are_cut_to_their_first_tokens(running: Running, monkeypatch: pyte
         body = embed(running, input=text, truncate_prompt_tokens=most)
         np.testing.assert_allclose(body["data"][0]["embedding"], vector_of(running, content), atol=1e-6)
         assert body["usage"]["prompt_tokens"] == len(content)
+
+
+def test_a_text_that_the_tokenizer_rejects(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(self: ByteTokenizer, text: str) -> Any:
+        raise UserError("no !")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", reject)
+    for path, field in (("/v1/embeddings", "input"), ("/v1/completions", "prompt")):
+        answer = running.ask(path, {field: "!"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
 def test_a_text_that_fails(running: Running) -> None:

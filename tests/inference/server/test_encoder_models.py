@@ -48,10 +48,8 @@ def test_the_encoder_reads_the_prompt(running: Running, monkeypatch: pytest.Monk
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs", "encoder"),
         ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "prompt_logprobs", "encoder"),
         ("/v1/chat/completions", {"messages": MESSAGES}, "messages", "has an encoder"),
-        ("/v1/responses", {"input": "hi"}, "input", "has an encoder"),
         ("/tokenize", {"messages": MESSAGES}, "messages", "has an encoder"),
         ("/v1/embeddings", {"input": "hi"}, "model", "this model has both"),
-        ("/score", {"text_1": "hi", "text_2": "a"}, "model", "this model has both"),
     ],
 )
 def test_what_is_refused(running: Running, path: str, body: dict[str, Any], param: str, words: str) -> None:
@@ -71,12 +69,9 @@ def test_a_model_that_gives_embeddings_alone(monkeypatch: pytest.MonkeyPatch) ->
         assert running.ask("/v1/embeddings", {"input": "ab"}).json()["usage"]["prompt_tokens"] == 4
         row = running.device.seen[0]
         assert row.tokens == [1, *b"ab", 2] and row.pooling == "mean"
-        scores = running.ask("/score", {"text_1": "ab", "text_2": ["ab", "z"]}).json()["data"]
-        assert scores[0]["score"] == pytest.approx(1) and scores[1]["score"] < 1
         for path, body, method in (
             ("/v1/completions", {"prompt": "a"}, "POST"),
             ("/v1/chat/completions", {"messages": MESSAGES}, "POST"),
-            ("/v1/responses", {"input": "a"}, "POST"),
             ("/api", {"prompts": ["a"], "tokens_to_generate": 1}, "PUT"),
         ):
             answer = running.ask(path, body, method)

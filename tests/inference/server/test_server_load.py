@@ -189,8 +189,7 @@ def test_keys_on_every_route_except_health(tmp_path: Any) -> None:
             answer = running.ask(path, {} if method != "GET" else None, method, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
             assert answer.headers["www-authenticate"].startswith("Basic ")
-    for path in ("/health", "/ping"):
-        assert running.ask(path, method="GET").status_code == 200
+    assert running.ask("/health", method="GET").status_code == 200
     for header in ("Bearer 0123456789abcdef", "bearer second-key-of-some-length", "Basic OjAxMjM0NTY3ODlhYmNkZWY="):
         assert running.ask("/v1/models", method="GET", headers={"authorization": header}).status_code == 200
     without = running.ask(
@@ -200,30 +199,6 @@ def test_keys_on_every_route_except_health(tmp_path: Any) -> None:
     )
     assert without.status_code == 400 and "chat template" in without.json()["error"]["message"]
     stop(running)
-
-
-def test_a_template_beyond_its_limits_is_refused_and_the_server_continues() -> None:
-    template = "{% for m in messages %}{{ m.content * (10**10 if m.content == 'b' else 1) }}{% endfor %}"
-    running = start(ServerConfig(), template=template)
-    for text, status in (("a", 200), ("b", 400), ("a", 200)):
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-        answer = running.ask("/v1/chat/completions", body)
-        assert answer.status_code == status, answer.text
-        assert status == 200 or "refused: 10,000,000,0" in answer.json()["error"]["message"]
-    stop(running)
-
-
-@pytest.mark.parametrize("method, path", [("GET", "/"), ("GET", "/metrics"), ("PUT", "/api"), ("GET", "/missing")])
-def test_a_server_without_keys_refuses_other_host_names(small: Running, method: str, path: str) -> None:
-    """After DNS rebinding, a browser sends the requests of a web page here with the name of the page's server."""
-    for host in ("evil.example", "evil.example:5000", "localhost.evil.example", "127.0.0.1.evil.example:80", ""):
-        answer = small.ask(path, {} if method != "GET" else None, method, headers={"host": host})
-        assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
-        assert host.partition(":")[0] in answer.json()["error"]["message"]
-        assert "server.hosts" in answer.json()["error"]["message"]
-        assert small.ask("/health", method="GET", headers={"host": host}).status_code == 200
-    for host in ("localhost", "LOCALHOST.:5000", "127.0.0.1:1", "[::1]:5000", "192.168.0.5"):
-        assert small.ask(path, {} if method != "GET" else None, method, headers={"host": host}).status_code != 403
 
 
 def test_host_names_that_the_settings_allow(tmp_path: Any) -> None:

@@ -8,9 +8,9 @@ import pytest
 from served import Running, start, stop
 
 from megajax.inference.sampling.guide import Guides
-from megajax.inference.server.chat.answer_parts import AnswerParts, Part, Reasoning, Stage, WholeCalls
-from megajax.inference.server.chat.tools import CALL_FORMATS, call_format
+from megajax.inference.server.answer_parts import AnswerParts, Part, Reasoning, Stage, WholeCalls
 from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.tools import CALL_FORMATS, call_format
 
 WEATHER: dict[str, Any] = {
     "type": "function",

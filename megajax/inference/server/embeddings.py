@@ -10,31 +10,18 @@ from megajax.inference.request import Output
 from megajax.inference.sampling_settings import Limit, Sampling
 from megajax.inference.server.body import invalid
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.fields import FLAG, NO_EFFECT, SCHEDULING, STRING, TRUNCATION
+from megajax.inference.server.fields import FLAG, NO_EFFECT, PROMPT, SCHEDULING, STRING, TRUNCATION
 from megajax.inference.server.models import ServedModel, read_prompts
 from megajax.inference.server.openai import Job
-from megajax.inference.server.values import Field, Fields, Unsupported, Values, bounds, choice
-
-DIMENSIONS = Limit(int, 1, 2**20)
-
-
-def _dimensions(value: Any) -> int:
-    if DIMENSIONS.error(value):
-        raise ValueError
-    return value
-
+from megajax.inference.server.values import Field, Fields, Unsupported, Values, choice, within
 
 EMBEDDINGS: Fields = {
     **NO_EFFECT,
     **SCHEDULING,
     "model": STRING,
-    "input": Field(
-        "a string, a list of strings, a list of token ids, or a list of such lists",
-        {"type": ["string", "array"]},
-        required=True,
-    ),
+    "input": PROMPT,
     "encoding_format": choice("float", "base64"),
-    "dimensions": Field("an integer, at least 1", bounds(DIMENSIONS), _dimensions),
+    "dimensions": Field("an integer, at least 1", within(Limit(int, 1, 2**20))),
     "special_tokens": FLAG,
     "add_special_tokens": FLAG,
     "truncate_prompt_tokens": TRUNCATION,

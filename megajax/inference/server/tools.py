@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megajax.inference.detokenizer import overlap
+from megajax.inference.server.answer_parts import Calls, Kind, Part, Stage, WholeCalls, call_of, calls_of, json_of
 from megajax.inference.server.body import invalid
-from megajax.inference.server.chat.answer_parts import Calls, Kind, Part, Stage, WholeCalls, call_of, calls_of, json_of
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.values import Values

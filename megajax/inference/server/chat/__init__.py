@@ -1,1 +1,0 @@
-"""The answers of chats: reasoning, calls of tools and content are told apart."""
