@@ -10,6 +10,8 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "draft_hf": "was removed: drafts come from earlier text or the model's own heads (inference.drafts)",
         "draft_run": "was removed: drafts come from earlier text or the model's own heads (inference.drafts)",
         "assume": "was removed: bash decides the conditions of a script (--run-script)",
+        "server.score_template": "was removed: pairs of texts are compared by their vectors (/v1/embeddings)",
+        "server.score_answers": "was removed: pairs of texts are compared by their vectors (/v1/embeddings)",
     }
 )
 """Setting (also below any parent), flag or class, with underscores -> the rest of the sentence."""
