@@ -29,9 +29,9 @@ def document(endpoints: Iterable[Endpoint], version: str, *, strict: bool) -> di
         if "{name}" in path:
             operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
         if fields is not None:
-            taken = {name: field for name, field in fields.items() if isinstance(field, Field)}
-            required = [name for name, field in taken.items() if field.required]
-            properties = {name: {"description": field.kind} for name, field in taken.items()}
+            supported = {name: field for name, field in fields.items() if isinstance(field, Field)}
+            required = [name for name, field in supported.items() if field.required]
+            properties = {name: {"description": field.kind} for name, field in supported.items()}
             schema = {"type": "object", "properties": properties, "required": required}
             content = {"application/json": {"schema": schema | {"additionalProperties": not strict}}}
             operation["requestBody"] = {"required": True, "content": content}

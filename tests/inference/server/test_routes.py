@@ -40,8 +40,8 @@ def test_every_route_and_field_is_described(served: Running) -> None:
             assert answer.status_code in (200, 400), path
     body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     jsonschema.Draft202012Validator.check_schema(body)
-    taken = {name for name, field in CHAT.items() if isinstance(field, Field)}
-    assert body["properties"].keys() == taken and body["required"] == ["messages"]
+    supported = {name for name, field in CHAT.items() if isinstance(field, Field)}
+    assert body["properties"].keys() == supported and body["required"] == ["messages"]
     assert body["properties"]["stop"]["description"] == "a string or a list of strings"
     assert body["additionalProperties"] is False, "the server is strict"
     (parameter,) = described["paths"]["/v1/models/{name}"]["get"]["parameters"]

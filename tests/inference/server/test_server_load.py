@@ -88,7 +88,7 @@ def test_clients_that_disconnect_early_are_no_error_of_the_server(small: Running
     connection.close()
     assert wait_until(small.posts)
     assert " POST /v1/completions 499 " in small.posts()[0]
-    assert '{route="/v1/completions",code="499"}' in small.ask("/metrics", method="GET").text
+    assert '{code="499",route="/v1/completions"}' in small.ask("/metrics", method="GET").text
     assert small.all_free()
 
 
@@ -199,6 +199,19 @@ def test_keys_on_every_route_except_health(tmp_path: Any) -> None:
     )
     assert without.status_code == 400 and "chat template" in without.json()["error"]["message"]
     stop(running)
+
+
+@pytest.mark.parametrize("method, path", [("GET", "/"), ("GET", "/metrics"), ("PUT", "/api"), ("GET", "/missing")])
+def test_a_server_without_keys_refuses_other_host_names(small: Running, method: str, path: str) -> None:
+    """After DNS rebinding, a browser sends the requests of a web page here with the name of the page's server."""
+    for host in ("evil.example", "evil.example:5000", "localhost.evil.example", "127.0.0.1.evil.example:80", ""):
+        answer = small.ask(path, {} if method != "GET" else None, method, headers={"host": host})
+        assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
+        assert host.partition(":")[0] in answer.json()["error"]["message"]
+        assert "server.hosts" in answer.json()["error"]["message"]
+        assert small.ask("/health", method="GET", headers={"host": host}).status_code == 200
+    for host in ("localhost", "LOCALHOST.:5000", "127.0.0.1:1", "[::1]:5000", "192.168.0.5"):
+        assert small.ask(path, {} if method != "GET" else None, method, headers={"host": host}).status_code != 403
 
 
 def test_host_names_that_the_settings_allow(tmp_path: Any) -> None:
