@@ -8,7 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.build.pages import foreign_names, notebooks, python_api, reference
+from docs.build.pages import notebooks, python_api, reference
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"\[(\w+\.md)\]\((\1[^)]*)\)")
@@ -25,7 +25,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    pages = {"config_reference.md": reference(), "foreign_flags.md": foreign_names(), "python_api.md": python_api()}
+    pages = {"config_reference.md": reference(), "python_api.md": python_api()}
     pages["notebooks.md"] = notebooks(ROOT / "notebooks", os.environ.get("GITHUB_REPOSITORY"))
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))

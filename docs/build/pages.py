@@ -1,4 +1,4 @@
-"""Pages of the site that are made of the source: settings, other trainers' names, the Python API, notebooks."""
+"""Pages of the site that are made of the source: settings, the Python API, notebooks."""
 
 import dataclasses
 import inspect
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import megajax as mj
-from megajax.command_line.foreign_names import ROWS
 from megajax.command_line.help import field_texts
 from megajax.config import field_types
 from megajax.config.python_file import config_classes
@@ -38,31 +37,6 @@ They run on a CPU in minutes, download nothing, and are stored with the outputs 
 uv run --extra plot --with jupyterlab jupyter lab notebooks
 ```
 """
-NAMES_HEAD = """# Names of other trainers
-
-Names of Hugging Face (Trainer, TRL, Accelerate), Megatron-LM, torchtitan, MaxText, nanoGPT, DeepSpeed, vLLM and lm-eval
-are not accepted: some differ in meaning, and a config has one name for a setting. A command that has them, also in a
-YAML or JSON config, ends with exit code 2 and prints, for all of them together, what to write:
-
-```
-$ python -m megajax.train --config=llama3.py --lr=3e-4 --tp=8 --gradient_accumulation_steps=8
-3 problems in configs/llama3.py + command line:
-  --lr: is called schedule.lr here
-      write --schedule.lr=3e-4
-  --tp: is called parallel.tensor here
-      write --parallel.tensor=8
-  --gradient_accumulation_steps: is set by batch.global_size here
-      write --batch.global_size=8
-      global_size = micro_size x microbatches x data-parallel devices: 1 x 8 x 1; with N of them, 8 x N (nanoGPT: 8)
-```
-
-Dashes and underscores are equivalent in all names. N is the index of a block in the pattern of layers; the message
-names the blocks of the config. Flags that begin with `--` are those of `generate`, `serve`, `evaluate`, `convert`,
-`launch` and other verbs. `python -m megajax.tools.megatron_args` translates a whole command line or script of
-Megatron-LM ([megatron.md](megatron.md)).
-
-| there | here | values and notes |
-|---|---|---|"""
 
 
 def reference() -> str:
@@ -82,20 +56,6 @@ def reference() -> str:
             lines += [_row(field, annotations[field.name], texts.get(field.name, "")) for field in fields]
         else:
             lines += ["", "It has no settings."]
-    return "\n".join(lines) + "\n"
-
-
-def foreign_names() -> str:
-    """The page of other trainers' names: a table with a line for each meaning."""
-    lines = [NAMES_HEAD]
-    for row in ROWS:
-        theirs = ", ".join(f"`{name}`" for name in row.names.split())
-        flags = [f"--{flag.replace('_', '-') if '.' not in flag else flag}" for flag in row.flags.split()]
-        targets = ", ".join(f"`{name}`" for name in [*row.settings.split(), *flags])
-        pairs = [pair.replace("*", "other").replace("=", ": ") for pair in row.values.split()]
-        computed = (inspect.getdoc(row.by) or "").rstrip(".") if row.by else ""
-        text = "; ".join(filter(None, (computed, ", ".join(pairs), row.note)))
-        lines.append(f"| {theirs} | {targets} | {text} |")
     return "\n".join(lines) + "\n"
 
 

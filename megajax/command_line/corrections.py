@@ -1,170 +1,118 @@
-"""What to write instead of settings under the names of other trainers, and of misspelt ones."""
+"""What to write instead of the names that users of other trainers type most, and instead of misspelt flags.
+
+They are not aliases: names differ in meaning. docs/foreign_flags.md lists more of them.
+"""
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from megajax.command_line.foreign_names import TABLE, Answer, Row, matches, pretrained
-from megajax.config import field_types
-from megajax.config.compose import assemble
-from megajax.config.dump import flatten
 from megajax.config.errors import NO_SETTING, Problem
-from megajax.config.files import Source, assembled, root_type
-from megajax.config.hints import did_you_mean, download_folder, download_hint, likeness
-from megajax.config.overrides import Mark, patch_of, plain_name
+from megajax.config.files import Source
+from megajax.config.hints import did_you_mean, download_folder, download_hint
+from megajax.config.overrides import plain_name
 
 
-def corrections(
-    arguments: Mapping[str, Any], config: Any = None, flags: Collection[str] = (), *, takes_settings: bool = True
-) -> dict[str, Problem]:
-    """Name -> what to write instead, for those of the names that are other trainers'.
+class Row(NamedTuple):
+    """Other trainers' names of one meaning, with underscores; targets: --flags of some verbs here, then a setting.
 
-    arguments: name with underscores -> value; config: of the others, None if there is none; flags: of the verb;
-    takes_settings: whether it has a config.
+    TARGET=FORM: {} is the value, or the folder of a model that was downloaded. values: theirs=ours, in lower case.
     """
-    settings = {} if config is None else flatten(config)
-    answered: dict[str, Problem] = {}
-    answers: dict[str, Answer] = {}
-    written: dict[str, str] = {}
-    for name in (name for name in TABLE if name in arguments):
-        row, value = TABLE[name], "" if arguments[name] is Mark.BARE else str(arguments[name])
-        flag = next((flag for flag in row.flags.split() if flag in flags or ("." in flag and flag in settings)), "")
-        if flag:
-            answered[name] = _flag(name, flag, row, value)
-        elif not takes_settings and row.settings:
-            answered[name] = Problem(f"--{name}", f"no such flag; a setting of training is {row.settings}")
-        else:
-            values, note = row.by(value, settings) if row.by else (_values(row, value, settings), row.note)
-            answers[name] = values, note
-            written |= values
-    problems = [] if config is None else assemble(type(config), config, patch_of(written.items()))[1]
-    answered |= {name: _setting(name, *answer, problems, config) for name, answer in answers.items()}
-    return {name: answered[name] for name in arguments if name in answered}
+
+    names: str
+    targets: str = ""
+    values: str = ""
+    note: str = ""
+
+
+DTYPES = "bf16=bfloat16 fp16=float16 half=float16 fp32=float32 float=float32 no=float32 auto=bfloat16"
+BATCH = "batch.global_size = batch.micro_size x microbatches x data-parallel devices"
+MODEL = "a downloaded folder; python -m megajax.convert --from=hf:DIR --to=runs/NAME writes a config for it"
+ROWS = (
+    Row("lr learning_rate", "schedule.lr"),
+    Row("lr_scheduler_type lr_decay_style", "schedule.style", "constant_with_warmup=constant"),
+    Row("warmup_steps num_warmup_steps lr_warmup_iters warmup_iters", "schedule.warmup_steps"),
+    Row("warmup_ratio lr_warmup_fraction", "schedule.warmup_fraction", note="a share of the decay"),
+    Row("weight_decay", "optimizer.weight_decay"),
+    Row("max_grad_norm clip_grad grad_clip", "optimizer.clip", "0=none 0.0=none"),
+    Row("optim optimizer", "optimizer.type", "adamw_torch=AdamW adamw_torch_fused=AdamW adamw=AdamW adam=AdamW"),
+    Row("max_steps train_iters max_iters", "steps"),
+    Row("epochs num_epochs num_train_epochs", note="steps = epochs x training rows / batch.global_size"),
+    Row("per_device_train_batch_size micro_batch_size batch_size", "--rows batch.micro_size", note=BATCH),
+    Row("global_batch_size train_batch_size", "batch.global_size"),
+    Row("gradient_accumulation_steps", note=BATCH),
+    Row("seq_len seq_length max_seq_length block_size", "model.sequence_length"),
+    Row("num_layers n_layer num_hidden_layers", "model.stack.repeats", note="layers = repeats x blocks of the pattern"),
+    Row("hidden_size n_embd", "model.hidden"),
+    Row("num_attention_heads n_head num_heads", "model.stack.pattern.N.mixer.heads", note="N: 0 for the first block"),
+    Row("num_query_groups num_key_value_heads", "model.stack.pattern.N.mixer.kv_heads", note="N: as for heads"),
+    Row("ffn_hidden_size intermediate_size", "model.stack.pattern.N.mlp.ffn", note="N: 0 for the first block"),
+    Row("gradient_checkpointing recompute_granularity", "model.recompute", "true=full false=none"),
+    Row("tp tp_size tensor_parallel_size tensor_model_parallel_size", "parallel.tensor"),
+    Row("pp pp_size pipeline_parallel_size pipeline_model_parallel_size", "parallel.pipeline"),
+    Row("dp data_parallel_size", "parallel.data", note="without it, all devices that the other axes leave"),
+    Row("cp cp_size context_parallel_size", "parallel.context"),
+    Row("ep ep_size expert_parallel_size expert_model_parallel_size", "parallel.expert"),
+    Row("sequence_parallel", "parallel.sequence", "true=true"),
+    Row("fsdp use_fsdp", "parallel.data_sharding", "true=fsdp full_shard=fsdp shard_grad_op=zero1 false=replicate"),
+    Row("use_distributed_optimizer", "parallel.data_sharding", "true=zero1 false=replicate"),
+    Row("bf16", "precision.compute", "true=bfloat16 false=float32"),
+    Row("fp16", "precision.compute", "true=float16 false=float32"),
+    Row("mixed_precision precision dtype torch_dtype", "--dtype precision.compute", DTYPES),
+    Row("data_path", "data.paths", note="PREFIX of PREFIX.bin, from python -m megajax.preprocess; --data.type=Blend"),
+    Row("dataset dataset_name train_file", note="text or conversations become data.paths: docs/data.md"),
+    Row("tokenizer_name tokenizer_model", "--tokenizer={} tokenizer.path={}", note="of type HuggingFaceTokenizer"),
+    Row("model model_name_or_path pretrained", "--hf={} --from=hf:{} checkpoint.load=hf:{}", note=MODEL),
+    Row("load", "--run --from checkpoint.load", note="a run's folder, or hf:DIR"),
+    Row("resume resume_from_checkpoint", note="a run continues from the newest checkpoint of its run_dir"),
+    Row("save output_dir out_dir output", "--output-prefix --output --to run_dir"),
+    Row("save_steps save_interval", "checkpoint.every"),
+    Row("eval_steps eval_interval", "evaluation.every"),
+    Row("logging_steps log_interval", "logging.every"),
+    Row("report_to wandb_project", note="--logging.tensorboard, or --logging.wandb.project=NAME"),
+    Row("max_model_len", "inference.length"),
+    Row("gpu_memory_utilization", "inference.memory_share", note="a share of the memory that the weights leave"),
+    Row("nproc_per_node num_gpus", "--processes", "gpu=none", note="a flag of python -m megajax.launch"),
+)  # fmt: skip
+TABLE = {name: row for row in ROWS for name in row.names.split()}
+WORDS = {name: dict(pair.split("=") for pair in row.values.split()) for name, row in TABLE.items()}
+
+
+def corrections(settings: Mapping[str, Any], flags: Collection[str], *, config: bool = True) -> dict[str, Problem]:
+    """Name -> what to write instead, for other trainers' names. flags: of the verb; config: whether it has settings."""
+    answers = {}
+    for name, raw in ((name, raw) for name, raw in settings.items() if name in TABLE):
+        value = str(raw) if isinstance(raw, str | int | float) else ""
+        value = WORDS[name].get(value.lower() or "true", value)
+        answer = Problem(f"--{name}", "is no setting here", TABLE[name].note) if config else None
+        for target, _, form in reversed([target.partition("=") for target in TABLE[name].targets.split()]):
+            if (config and not target.startswith("--")) or target.lstrip("-").replace("-", "_") in flags:
+                text = form.format(download_folder(value) or value or "DIR") if form else value or "VALUE"
+                write = f"write {shlex.quote(f'--{target.lstrip("-")}={text}')}"
+                lines = [write, download_hint(value) if form else "", TABLE[name].note]
+                answer = Problem(f"--{name}", f"is called {target} here", "\n".join(filter(None, lines)))
+        answers |= {name: answer} if answer else {}
+    return answers
 
 
 def corrected(
-    problems: Iterable[Problem], settings: Mapping[str, Any], flags: Collection[str], file: Source, root: str | type
+    problems: Iterable[Problem], settings: Mapping[str, Any], flags: Collection[str], file: Source
 ) -> list[Problem]:
     """The problems; of unknown names, with what to write instead: our name for another trainer's, or a similar flag.
 
-    settings: all of the command line, over a config of the file, which may have such names too; flags: of the verb.
+    settings: of the command line, over those of the file, which may have such names too; flags: of the verb.
     """
-    problems, lower = list(problems), file.settings if isinstance(file.settings, Mapping) else {}
-    scalars = {plain_name(name): value if isinstance(value, str | int | float) else "" for name, value in lower.items()}
-    arguments = {**scalars, **settings}
-    known = [*flags, *field_types.names(root_type(root))] if problems else []
-    names = [_foreign_name(problem, arguments, known) for problem in problems]
-    foreign = {_argument(problem): name for problem, name in zip(problems, names, strict=True) if name}
-    config = None
-    if foreign:
-        lower_patch = {name: value for name, value in lower.items() if plain_name(name) not in foreign}
-        patch = patch_of((name, value) for name, value in settings.items() if name not in foreign)
-        source = replace(file, settings=lower_patch) if lower else file
-        config = assembled(source, root, patch)[0] or assembled(source, root, {})[0]
-    answers = corrections({name: arguments[argument] for argument, name in foreign.items()}, config, flags)
-    answered = [
-        _misspelt(problem, answers[name]) if name else _with_flag(problem, arguments, flags)
-        for problem, name in zip(problems, names, strict=True)
-    ]
-    in_file = {f"--{name}": name for name in scalars if name not in settings}
-    return [replace(problem, setting=in_file.get(problem.setting, problem.setting)) for problem in answered]
-
-
-def similar_name(name: str, known: Iterable[str]) -> str:
-    """The name in TABLE that a misspelt one is clearly more similar to than to those known; or ""."""
-    best = max(TABLE, key=lambda other: likeness(name, other))
-    score = likeness(name, best)
-    return best if score >= 0.8 and all(likeness(name, other) < score - 0.05 for other in known) else ""
-
-
-def _argument(problem: Problem) -> str:
-    """The name that was given."""
-    return problem.setting if problem.message == NO_SETTING else problem.setting.removesuffix(".type")
-
-
-def _foreign_name(problem: Problem, arguments: Mapping[str, Any], known: Iterable[str]) -> str:
-    """The name in TABLE that causes a problem, or "".
-
-    It is an unknown name, a misspelt one, or one of ours with another trainer's value.
-    """
-    name = _argument(problem)
-    if name not in arguments:
-        return ""
-    if problem.message == NO_SETTING:
-        return name if name in TABLE else similar_name(name, known)
-    value = str(arguments[name]).lower() if name != problem.setting and name in TABLE else ""
-    is_theirs = value and (value in TABLE[name].words or (TABLE[name].by is pretrained and "/" in value))
-    return name if is_theirs else ""
-
-
-def _misspelt(problem: Problem, answer: Problem) -> Problem:
-    """The answer; to a misspelt name, with the name that was probably meant."""
-    meant = answer.setting.removeprefix("--")
-    if _argument(problem) == meant:
-        return answer
-    hint = f"did you mean {meant}, which {answer.message}?" + f"\n{answer.hint}" * bool(answer.hint)
-    return Problem(f"--{_argument(problem)}", "no such flag or setting", hint)
-
-
-def _with_flag(problem: Problem, arguments: Mapping[str, Any], flags: Collection[str]) -> Problem:
-    """The problem; of an unknown name that is similar to a flag, such as --skip-trian, with that flag."""
-    is_name = problem.message == NO_SETTING and problem.setting in arguments and "." not in problem.setting
-    hint = did_you_mean(problem.setting, flags).replace("_", "-") if is_name else ""
-    return Problem(f"--{problem.setting.replace('_', '-')}", "no such flag or setting", hint) if hint else problem
-
-
-def _flag(name: str, flag: str, row: Row, value: str) -> Problem:
-    """What to write instead of `name` if the verb has a flag for it."""
-    target, hint = f"--{flag.replace('_', '-')}", ""
-    if row.by is pretrained:
-        value = value.removeprefix("pretrained=").partition(",")[0]
-        hint, value = download_hint(value), download_folder(value) or value
-    text = ("hf:" if flag == "from" and row.by is pretrained else "") + (_value(row, value) or "VALUE")
-    hint = f"write {shlex.quote(f'{target}={text}')}" + f"\n{hint}" * bool(hint)
-    return Problem(f"--{name}", f"is called {target} here", hint)
-
-
-def _setting(name: str, values: Mapping[str, str], note: str, problems: Sequence[Problem], config: Any) -> Problem:
-    """What to write instead of `name`. problems: of the config with the values of all names."""
-    row = TABLE[name]
-    problems = [p for p in problems if {p.setting, p.setting.removesuffix(".type")} & values.keys()]
-    has_none = any(problem.message == NO_SETTING for problem in problems) or (row.settings and not (values or note))
-    if has_none and config is not None:
-        return Problem(f"--{name}", f"is called {row.settings}, and this config has no such setting")
-    target = " and ".join(values or row.settings.split())
-    others = " or ".join(f"--{flag.replace('_', '-')}" for flag in row.flags.split())
-    message = f"is no setting here{f'; other verbs have {others}' if others else ''}"
-    message = f"is {'set by' if row.by else 'called'} {target} here" if target else message
-    words = [shlex.quote(f"--{target}={text or 'VALUE'}") for target, text in values.items() if ".N." not in target]
-    mismatches = [problem for problem in problems if problem.message.startswith("expected ")]
-    texts = [f"{problem.setting}: {problem.message}" for problem in mismatches]
-    lines = [f"write {' '.join(words)}" if words else "", *texts, note]
-    return Problem(f"--{name}", message, "\n".join(filter(None, lines)))
-
-
-def _value(row: Row, value: str) -> str:
-    """Our value for theirs. A switch without a value is true."""
-    values = row.words
-    known = value.lower() or ("true" if "true" in values or "*" in values else "")
-    return values.get(known, values.get("*", value))
-
-
-def _values(row: Row, value: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Our settings of a row in this config, with the value."""
-    names = row.settings.split()
-    places = [place for name in names for place in _places(name, settings)] if settings else names
-    return dict.fromkeys(places, _value(row, value))
-
-
-def _places(setting: str, settings: Mapping[str, Any]) -> list[str]:
-    """The settings in the blocks of the model, or the setting itself. Heads of states are not attention's."""
-    if not setting.startswith("model.stack."):
-        return [setting]
-    states = ("Mamba", "GatedDelta")
-    mixers = {name.removesuffix(".type"): str(kind) for name, kind in settings.items() if name.endswith(".mixer.type")}
-    return [
-        name
-        for name in settings
-        if matches(setting, name) and not mixers.get(name.rpartition(".")[0], "").startswith(states)
-    ]
+    lower = file.settings.items() if isinstance(file.settings, Mapping) else ()
+    values, result = {**{plain_name(name): value for name, value in lower}, **settings}, []
+    answers = corrections(values, flags)
+    for problem in problems:
+        unknown = problem.message == NO_SETTING
+        name = problem.setting if unknown else problem.setting.removesuffix(".type")  # optimizer=adam: optimizer.type
+        value = raw if isinstance(raw := values.get(name), str) else ""
+        if name in answers and (unknown or value.lower() in WORDS[name] or "/" in value):
+            problem = answers[name] if name in settings else replace(answers[name], setting=name)
+        elif unknown and name in settings and "." not in name and (hint := did_you_mean(name, flags)):
+            problem = Problem(f"--{name.replace('_', '-')}", "no such flag or setting", hint.replace("_", "-"))
+        result.append(problem)
+    return result

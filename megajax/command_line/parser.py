@@ -125,7 +125,7 @@ def parse(
         problems += new_problems
     if not with_config:
         names = [*own_flags, "devices", "help"]
-        foreign = corrections(settings, flags=names, takes_settings=False)
+        foreign = corrections(settings, names, config=False)
         unknown = [name for name in settings if name not in foreign]
         problems += [_unknown_flag(name, names) for name in unknown]
         problems += foreign.values()
@@ -139,7 +139,7 @@ def parse(
     try:
         file = None if base is None else base(answers)
     except UserError as error:
-        raise _joined(error, corrections(settings, flags=[*own_flags, "devices"]).values()) from None
+        raise _joined(error, corrections(settings, [*own_flags, "devices"]).values()) from None
     config, file, new_problems = _configured(source, settings, count, own_flags, root, file)
     places = ([file.name] if file else []) + ["command line"] * bool(settings or problems or file is None)
     if file is None or new_problems or problems:
@@ -296,7 +296,7 @@ def _configured(
         hint = "a file, or a shipped config: --config=quickstart.py"
         misspelt = [name for name in settings if did_you_mean(name, ["config"])]
         others = {name: value for name, value in settings.items() if name not in misspelt}
-        foreign = corrections(others, flags=[*own_flags, "devices"])
+        foreign = corrections(others, [*own_flags, "devices"])
         misspellings = [Problem(f"--{name}", "no such flag or setting", "did you mean --config?") for name in misspelt]
         return None, None, [*misspellings, *foreign.values(), Problem("--config", "must be given", hint)]
     try:
@@ -308,7 +308,7 @@ def _configured(
         return None, None, [Problem("--config", message, hint.strip())]
     config, problems = assembled(file, root, patch_of(settings.items()), devices)
     flags = [*own_flags, "config", "devices", "print_config", "help"]
-    return config, file, corrected(problems, settings, flags, file, root)
+    return config, file, corrected(problems, settings, flags, file)
 
 
 def _joined(error: UserError, problems: Iterable[Problem]) -> UserError:

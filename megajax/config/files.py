@@ -49,7 +49,7 @@ def load(source: str | Path, *settings: str, devices: int | None = None, root: s
         pairs = dict(setting(text) for text in settings)
         config, problems = assembled(file, root, patch_of(pairs.items()), devices)
         if problems:
-            problems = resolve("megajax.command_line.corrections:corrected")(problems, pairs, (), file, root)
+            problems = resolve("megajax.command_line.corrections:corrected")(problems, pairs, (), file)
             raise ConfigError(problems, file.name + (" + settings" if settings else ""))
     except UserError as error:
         # In a notebook, the frames inside of MegaJAX would be pages of no help.

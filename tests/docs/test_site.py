@@ -11,7 +11,6 @@ import yaml
 
 import megajax as mj
 from docs.build import pages, pictures
-from megajax.command_line.foreign_names import ROWS
 from megajax.config.python_file import config_classes
 from megajax.training.run_config import RunConfig
 from tests.docs.blocks import PAGES, ROOT
@@ -33,7 +32,7 @@ def names(entry: object) -> list[str]:
 
 def test_every_page_has_one_place_in_four_tabs() -> None:
     assert [*map(next, map(iter, navigation()))] == TABS
-    generated = {"config_reference.md", "foreign_flags.md", "python_api.md", "notebooks.md"}
+    generated = {"config_reference.md", "python_api.md", "notebooks.md"}
     stored = {page.name for page in PAGES if page.parent.name == "docs"}
     assert sorted(names(navigation())) == sorted(stored | generated) and not stored & generated
     listed = re.findall(r"^- \[(\w+\.md)\]", (ROOT / "docs/README.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -49,11 +48,6 @@ def test_the_reference_has_every_class_and_field() -> None:
         fields = [field.name for field in dataclasses.fields(cls)]
         assert [row[0].strip("| `") for row in rows] == fields
         assert all(row[3].strip("| ") for row in rows), cls
-
-
-def test_the_names_of_other_trainers_have_a_row_each() -> None:
-    rows = re.findall(r"^\| `.*\|$", pages.foreign_names(), re.MULTILINE)
-    assert len(rows) == len(ROWS)
 
 
 def test_the_python_page_and_the_reference_have_every_public_name() -> None:

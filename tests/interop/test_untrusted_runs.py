@@ -210,7 +210,7 @@ def test_code_of_a_hugging_face_folder_is_not_imported(stranger: Stranger, tmp_p
     assert not stranger.marker.exists()
 
 
-USERS_CONFIGS = ("command_line/parser.py", "command_line/corrections.py", "planning/command.py")
+USERS_CONFIGS = ("command_line/parser.py", "planning/command.py")
 """Files that read what --config names, which is a program."""
 READERS_OF_CONFIGS = ("assembled", "read_stored", "open_step")
 

@@ -289,7 +289,7 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
         name = argument.partition("=")[0]
         if name.startswith("--") and name not in known_options and not name.startswith(SETTINGS):
             flags = [plain_name(option.strip("-")) for option in known_options]
-            answers = corrections({plain_name(name[2:]): argument.partition("=")[2]}, flags=flags, takes_settings=False)
+            answers = corrections({plain_name(name[2:]): argument.partition("=")[2]}, flags, config=False)
             hints = [problem.hint for problem in answers.values() if problem.hint]
             hint = removed(plain_name(name[2:])) or "; ".join(hints) or did_you_mean(name, known_options)
             hint = hint or "--help lists all options."
