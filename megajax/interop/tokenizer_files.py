@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config import read_limits
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
-from megajax.interop.tokenizer_json import parsed, tokenizer_json
+from megajax.interop.tokenizer_json import tokenizer_json
 from megajax.storage.safe_paths import demand_inside
 from megajax.tokenizers.base import LIMITS, Tokenizer, local_path, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE
@@ -22,6 +22,7 @@ from megajax.tokenizers.config import (
     TokenizerConfig,
     WordPieceTokenizerConfig,
 )
+from megajax.tokenizers.sentencepiece import engine_of
 
 OLD_TEMPLATE, TEMPLATES = "chat_template.json", "additional_chat_templates"
 """The template of an older processor, which goes before `TEMPLATE`; and the folder of templates with names, *.jinja."""
@@ -103,12 +104,20 @@ def _copy(name: str, folder: Path) -> str | None:
     return next((candidate for candidate in names if (folder / candidate).is_file()), None)
 
 
+def original_files(config: Any) -> dict[str, bytes]:
+    """The files that a tokenizer config names: usual name -> content."""
+    files = {name: read_file(str(path), name) for name, path in vocabulary_files(config).items()}
+    if isinstance(config, WordPieceTokenizerConfig):
+        files[SETTINGS] = json.dumps({"do_lower_case": config.lower}).encode()
+    return files
+
+
 def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files of a run's tokenizer, which AutoTokenizer of transformers reads to the same ids: name -> content.
 
-    Raises UserError if the format can't express the tokenizer.
+    Raises UserError for a tokenizer that is not written as tokenizer.json.
     """
-    originals = {name: read_file(str(path), name) for name, path in vocabulary_files(config).items()}
+    originals = original_files(config)
     if not isinstance(config, HuggingFaceTokenizerConfig):
         return originals | tokenizer_json(config, tokenizer)
     folder = vocabulary_files(config)["tokenizer.json"].parent
@@ -176,7 +185,7 @@ def _added_tokens(model: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
     pairs += _settings(model.with_name("added_tokens.json")).items()
     if not pairs:
         return ()
-    count = len(parsed(read_file(str(model), "SentencePiece model")).pieces)
+    count = len(engine_of(str(model), read_file(str(model), "SentencePiece model")))
     names = {int(number): str(name) for name, number in pairs if str(number).isdecimal() and len(str(number)) < 10}
     added = {number: names[number] for number in sorted(names) if number >= count}
     sentinels = {sentinel_name(number) for number in range(_extra_ids(settings))}

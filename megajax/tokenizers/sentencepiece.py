@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from copy import copy
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,18 @@ from megajax.tokenizers.config import SentencePieceTokenizerConfig
 
 SPACE = "▁"
 """Prefix of pieces that begin a word."""
+
+
+def engine_of(path: str, data: bytes) -> Any:
+    """The library's processor of a model. Raises UserError for a damaged file or without the library."""
+    sentencepiece = require("sentencepiece", "The SentencePiece tokenizer")
+    try:
+        engine = sentencepiece.SentencePieceProcessor(model_proto=data)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{path}: not a SentencePiece model: {error}.") from error
+    if not len(engine):
+        raise UserError(f"{path}: not a SentencePiece model: it has no pieces.")
+    return engine
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -30,15 +43,9 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, config: SentencePieceTokenizerConfig):
-        sentencepiece = require("sentencepiece", "The SentencePiece tokenizer")
         data = read_file(config.path, "SentencePiece model")
-        try:
-            self._engine = sentencepiece.SentencePieceProcessor(model_proto=data)
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"{config.path}: not a SentencePiece model: {error}.") from error
+        self._engine = engine_of(config.path, data)
         size = len(self._engine)
-        if not size:
-            raise UserError(f"{config.path}: not a SentencePiece model: it has no pieces.")
         self._ids = {self._engine.id_to_piece(number): number for number in range(size)}
         sentinels = [sentinel_name(number) for number in range(config.extra_ids)]
         added = list(dict.fromkeys((*config.special_tokens, *sentinels)))

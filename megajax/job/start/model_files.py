@@ -25,6 +25,7 @@ from megajax.interop.tokenizer_files import (
     OLD_TEMPLATE,
     SETTINGS,
     files_of,
+    original_files,
     present_files,
     special_token_ids,
     token_text,
@@ -76,8 +77,8 @@ class ModelFiles:
             grown = self.tokenizer.vocabulary_size > getattr(self.tokenizer, "base", self.tokenizer).vocabulary_size
             config = config if grown else config.base
         files = [read_file(path, LIMITS) for path in vocabulary_files(config).values()]
-        if files and all(content in theirs.values() for content in files):
-            return False
+        if files:
+            return not all(content in theirs.values() for content in files)
         try:
             return files_of(config, self.tokenizer)["tokenizer.json"] != theirs.get("tokenizer.json")
         except UserError:
@@ -110,8 +111,8 @@ class ModelFiles:
         try:
             tokenizer = files_of(self.cfg.tokenizer, self.tokenizer) if self.differs else {}
         except UserError as error:
-            tokenizer = {}
-            lines.append(f"no tokenizer, because {error}")
+            tokenizer = original_files(self.cfg.tokenizer)  # for the run itself
+            lines.append(f"no tokenizer.json: {error}")
         if tokenizer:
             lines += [f"{listed([*tokenizer])} of the run's tokenizer"] * bool(lines)
         elif self.special_tokens and SETTINGS in files:
