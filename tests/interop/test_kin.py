@@ -1,7 +1,9 @@
 """Hints for unsupported models: of the same kind, not of the nearest spelling."""
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from megajax.config.errors import UserError
 from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
+from megajax.interop.huggingface.folder import model_of
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.huggingface.registry import KINDS, families, family_of
 from megajax.models.presets.llama import llama3
@@ -30,6 +33,29 @@ def test_unsupported_types_name_the_nearest_architecture() -> None:
     assert refusal("umt5").endswith("nearest of the supported: t5 or mt5")
     with pytest.raises(UserError, match="there is no such family; it is a decoder with experts; nearest"):
         family_for(llama3("debug"), "jetmoe")
+
+
+def differences(parent: Path, **changes: Any) -> str:
+    """The lines on the nearest family of a Llama with other settings."""
+    folder = parent / "_".join(["llama", *changes][:2])
+    write_llama(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "made_up"} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        model_of(folder)
+    return str(error.value).partition("\n")[2]
+
+
+def test_settings_that_the_nearest_family_lacks_are_listed(tmp_path: Path) -> None:
+    head = "Differences of its settings from llama:\n  "
+    assert differences(tmp_path) == f"{head}none"
+    text = differences(tmp_path, hidden_act="xielu", attention_sparsity=0.25, qk_clip=None)
+    assert text.startswith(f"{head}hidden_act=xielu: only gelu, ")
+    assert text.endswith("\n  attention_sparsity=0.25: llama has no such setting")
+    assert differences(tmp_path, model_type="minicpm", scale_emb=12.0) == (
+        f"{head}scale_emb=12.0: llama has no such setting"
+    )
+    assert differences(tmp_path, **{f"other_{number}": 1 for number in range(30)}) == ""
 
 
 @pytest.mark.parametrize("kind", ["vits", "clap", "swin", "lama", "whisper", "flava", "sam", "t6", "git"])

@@ -5,6 +5,7 @@ Tensors have the names of the family's table, without the prefixes of transforme
 
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +22,8 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.hints import download_hint
 from megajax.config.read_limits import read_json
 from megajax.interop.huggingface.family import Family, Settings
-from megajax.interop.huggingface.nearest import differences
 from megajax.interop.huggingface.quantized import dequantizer
-from megajax.interop.huggingface.registry import family_of
+from megajax.interop.huggingface.registry import families, family_of, kin_of
 from megajax.interop.huggingface.safetensors import ONE_FILE, SafetensorsFolder, TensorFile
 from megajax.interop.stored.model import RenamedTensors
 
@@ -110,7 +110,7 @@ class _ConfigJson(NamedTuple):
 def _read_settings(folder: Path, ignore: Collection[str]) -> _ConfigJson:
     config = read_config(folder)
     settings = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
-    family = _family(settings, folder, config)
+    family = _family(settings, config)
     dequantize, model = dequantizer(settings), _model(family, settings)
     accepted = settings.finish(family.unused, ignore)
     try:
@@ -122,12 +122,34 @@ def _read_settings(folder: Path, ignore: Collection[str]) -> _ConfigJson:
     return _ConfigJson(family, config, model, dequantize, accepted)
 
 
-def _family(settings: Settings, folder: Path, config: Mapping[str, Any]) -> Family:
-    """Raises UserError for an unsupported model_type, with the nearest family and what differs from it."""
+LISTED = 8
+"""Differences in a message."""
+
+
+def _family(settings: Settings, config: Mapping[str, Any]) -> Family:
+    """Raises UserError for an unsupported model_type, with what differs from the nearest family."""
     try:
         return family_of(settings)
     except UserError as error:
-        raise UserError(f"{error}{differences(folder, config)}") from None
+        raise UserError(f"{error}{_differences(config)}") from None
+
+
+def _differences(config: Mapping[str, Any]) -> str:
+    """Lines on the settings of an unsupported type that its nearest family lacks or refuses; "" if those are most."""
+    kin, differences = kin_of(str(config.get("model_type"))), dict[str, list[str]]()
+    for name in ("llama",) if kin is None else kin.nearest:
+        settings, family = Settings(config), families()[name]
+        with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError):
+            family.read(settings)
+            settings.close(family.unused)
+            unknown = [f"{key}={value}: {name} has no such setting" for key, value in settings.findings.unknown.items()]
+            differences[name] = [*settings.findings.problems, *unknown]
+    nearest = min(differences, key=lambda name: len(differences[name]), default="")
+    if not nearest or 2 * len(differences[nearest]) > len(config):
+        return ""
+    lines = differences[nearest] or ["none"]
+    lines = [*lines[:LISTED], *[f"and {len(lines) - LISTED} more"] * (len(lines) > LISTED)]
+    return "".join((f"\nDifferences of its settings from {nearest}:", *(f"\n  {line}" for line in lines)))
 
 
 def _model(family: Family, settings: Settings) -> Any:
