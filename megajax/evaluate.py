@@ -6,8 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
-from megajax.command_line.replica_flags import REPLICA_FLAGS, replica_problems
+from megajax.command_line.parser import PROCESS_FLAGS, REPLICA_FLAGS, Flag, front_door, parse, replica_problems
 from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source

@@ -1,19 +1,19 @@
 """The tokenizer files of a model folder, and the tokenizer config of a run that reads them."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megajax.config import read_limits
 from megajax.config.errors import UserError
-from megajax.config.read_limits import read_json
-from megajax.interop.tokenizer_json import tokenizer_json
+from megajax.config.read_limits import parse_json, read_json
 from megajax.storage.safe_paths import demand_inside
 from megajax.tokenizers.base import LIMITS, Tokenizer, local_path, read_file, sentinel_name
 from megajax.tokenizers.chat_template import TEMPLATE
 from megajax.tokenizers.config import (
+    ByteTokenizerConfig,
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
     MultimodalTokenizerConfig,
@@ -22,6 +22,7 @@ from megajax.tokenizers.config import (
     TokenizerConfig,
     WordPieceTokenizerConfig,
 )
+from megajax.tokenizers.gpt2 import printable_bytes
 from megajax.tokenizers.sentencepiece import engine_of
 
 OLD_TEMPLATE, TEMPLATES = "chat_template.json", "additional_chat_templates"
@@ -119,11 +120,11 @@ def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
     """
     originals = original_files(config)
     if not isinstance(config, HuggingFaceTokenizerConfig):
-        return originals | tokenizer_json(config, tokenizer)
+        return originals | _tokenizer_json(config, tokenizer)
     folder = vocabulary_files(config)["tokenizer.json"].parent
     files = {name: read_file(str(folder / name), name) for name in present_files(folder, OF_TOKENIZER)} | originals
     settings = dict(_settings(folder / SETTINGS))
-    names = json.loads(tokenizer_json(config, tokenizer)[SETTINGS])
+    names = json.loads(_tokenizer_json(config, tokenizer)[SETTINGS])
     if not settings:
         settings = names
     elif config.eod is not None and token_text(settings.get("eos_token")) != config.eod:
@@ -133,6 +134,91 @@ def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
     if settings != _settings(folder / SETTINGS):
         files[SETTINGS] = json.dumps(settings, indent=2).encode()
     return files
+
+
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Special tokens that transformers names in tokenizer_config.json."""
+
+
+def _tokenizer_json(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json. Raises UserError for a tokenizer of another kind."""
+    content = _content(config, tokenizer)
+    base = config.base if isinstance(config, MultimodalTokenizerConfig) else config
+    split_special = not getattr(base, "special_tokens_in_text", False)
+    names = _names(content)
+    if not split_special:  # transformers recognizes the names of these tokens in a text
+        names = _added_names(content) | {
+            number: names[number] for number in (tokenizer.eod, tokenizer.pad) if number is not None
+        }
+    ids = {**tokenizer.specials, "eos": tokenizer.eod, "pad": tokenizer.pad}
+    settings = {f"{role}_token": names[number] for role in ROLES if (number := ids.get(role)) in names} | {
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": split_special,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    text = json.dumps(content, ensure_ascii=False)
+    return {"tokenizer.json": text.encode(), "tokenizer_config.json": json.dumps(settings, indent=2).encode()}
+
+
+def _content(config: Any, tokenizer: Any) -> dict[str, Any]:
+    match config:
+        case ByteTokenizerConfig():
+            end = "<|endoftext|>"
+            return _byte_pairs({**printable_bytes(), end: tokenizer.eod}, [], _token(tokenizer.eod, end), split=False)
+        case GPT2TokenizerConfig():
+            vocabulary = parse_json(read_file(config.vocabulary, "GPT-2 vocabulary"))
+            lines = read_file(config.merges, "list of GPT-2 merges").decode().split("\n")
+            merges = [line.rstrip("\r") for line in lines[lines[0].startswith("#version") :] if line.strip()]
+            return _byte_pairs(vocabulary, merges, _token(tokenizer.eod, config.eod), split=True)
+        case HuggingFaceTokenizerConfig():
+            return json.loads(tokenizer.engine.to_str())
+        case MultimodalTokenizerConfig():
+            content = _content(config.base, tokenizer.base)
+            controls, known = tokenizer.controls().items() - tokenizer.base.controls().items(), _added_names(content)
+            tokens = [_token(number, name, special=False) for name, number in controls if number not in known]
+            tokens = sorted((*content["added_tokens"], *tokens), key=lambda token: token["id"])
+            return content | {"added_tokens": tokens}
+    raise UserError(
+        f"a {type(config).__name__} is not written as tokenizer.json; use a tokenizer.json that transformers writes "
+        "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), with HuggingFaceTokenizerConfig"
+    )
+
+
+def _byte_pairs(
+    vocabulary: Mapping[str, int], merges: Sequence[str], end: Mapping[str, Any], *, split: bool
+) -> dict[str, Any]:
+    """Byte-level BPE. split: split the text by GPT-2's pattern first."""
+    unused = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": split}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", **unused, **flags, "vocab": dict(vocabulary), "merges": list(merges)},
+    }
+
+
+def _token(number: int, name: str, *, special: bool = True) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, **flags, "special": special}
+
+
+def _names(content: Mapping[str, Any]) -> dict[int, str]:
+    """Names of ids in a tokenizer.json."""
+    vocabulary = content["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return {number: name for name, number in vocabulary.items()} | _added_names(content)
+
+
+def _added_names(content: Mapping[str, Any]) -> dict[int, str]:
+    return {token["id"]: token["content"] for token in content["added_tokens"]}
 
 
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
