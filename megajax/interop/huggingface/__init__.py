@@ -1,1 +1,0 @@
-"""Other libraries' checkpoints: Hugging Face."""
