@@ -15,13 +15,7 @@ from benchmarks.kernels.measure import Case
 from megajax.kernels.attention.capability import Device
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, grouped_matmul
-from megajax.kernels.ssm.gated_delta import (
-    DeltaRule,
-    Form,
-    form_of,
-    gated_delta,
-    unit_length,
-)
+from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta, unit_length
 from megajax.kernels.ssm.ssd import Scan, ssd, ssd_reference
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
@@ -131,9 +125,7 @@ def _experts(on_gpu: bool, codes: CodeProducts | None) -> list[Case]:
     if on_gpu and codes is None:
         return []
     size = GroupedSizes(65536, 16, 2048, 768) if on_gpu else GroupedSizes(136, 3, 128, 256)
-    kernel: GroupedKernel = "reference"
-    if codes is not None:
-        kernel = "triton" if codes.hardware else "mosaic"
+    kernel: GroupedKernel = "reference" if codes is None or codes.hardware else "mosaic"
     case, counts = _grouped(size, kernel), jnp.array(uneven(size.rows, size.groups), jnp.int32)
 
     def multiply(recipe: Any, x: Array, w: Array) -> Array:
@@ -226,9 +218,9 @@ def state_space(on_gpu: bool, device: Device) -> list[Case]:
 
 
 def delta_rule(on_gpu: bool, device: Device) -> list[Case]:
-    """Gated delta nets of Qwen3-Next and Kimi Linear, by the kernels and in plain JAX, against plain JAX in float32.
+    """Gated delta nets of Qwen3-Next and Kimi Linear in chunks, in bfloat16 and, as the reference, in float32.
 
-    On a CPU, kernels are interpreted. A sequential scan would store a state for each position.
+    A sequential scan would store a state for each position.
     """
     rows, length, heads, size, chunk = (1, 8192, 32, 128, 64) if on_gpu else (1, 32, 2, 16, 16)
     cases = []
@@ -238,25 +230,23 @@ def delta_rule(on_gpu: bool, device: Device) -> list[Case]:
             mixer = GatedDeltaNetConfig(heads=heads, key_heads=heads // 2, key_dim=size, head_dim=size, chunk=chunk)
         key, head = (rows, length, mixer.groups, size), (rows, length, heads)
         shapes = (key, key, (*head, size), (*head, size) if by_channel else head, head)
-        forward, moved = (
-            2.0 * rows * length * mixer.kernel_work(0, chunk).multiply_adds,
-            2 * sum(map(math.prod, shapes)),
-        )
-        moved += 2 * math.prod(shapes[2])
-        for kernel in ("triton", "chunks"):
-            form = form_of(kernel)
-            if kernel == "triton" and not on_gpu:
-                form = Form(*(partial(of, interpret=True) for of in form))
-            case = Case(
-                name=f"delta rule{' by channel' * by_channel}, {kernel}",
+        forward = 2.0 * rows * length * mixer.kernel_work(0, chunk).multiply_adds
+        moved = 2 * sum(map(math.prod, shapes)) + 2 * math.prod(shapes[2])
+
+        def call(*arrays: Array) -> Array:
+            return gated_delta(_rule(*arrays), chunk)[0]
+
+        cases.append(
+            Case(
+                name=f"delta rule{' by channel' * by_channel}",
                 sizes={"rows": rows, "length": length, "heads": heads, "head_dim": size},
-                call=lambda *arrays, form=form: gated_delta(_rule(*arrays), chunk, form)[0],
-                reference=lambda *arrays: gated_delta(_rule(*arrays), chunk, "chunks")[0],
+                call=call,
+                reference=call,
                 shapes=shapes,
                 flops=(forward, 3 * forward),
                 moved=(moved, 3 * moved),
             )
-            cases.append(case)
+        )
     return cases
 
 

@@ -22,11 +22,9 @@ from megajax.compiled.gpus import GPUS, Cluster
 from megajax.compiled.timeline import timeline
 from megajax.kernels.attention.capability import Kernel
 from megajax.kernels.grouped import mosaic as grouped_mosaic
-from megajax.kernels.grouped import triton as grouped_triton
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable, code_products, grouped_matmul
 from megajax.kernels.grouped.tiles import tiles
-from megajax.kernels.ssm.capability import DeltaKernel
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta
 from megajax.kernels.ssm.ssd import Scan, ssd
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
@@ -64,7 +62,7 @@ def compiled_kernels(
     8x7B, forward and both gradients; operations are relative to the model's, because kernels compute whole blocks. Rows
     of experts are drawn with equal probability, and with the last expert three times as likely as the first.
     state_space: a layer of Mamba-2 2.7B with several chunk sizes; operations relative to the minimum. delta_rule:
-    memory of a layer of Qwen3-Next by each kernel, bytes and times, operations by formula. recipes: a matmul of a
+    memory of a layer of Qwen3-Next, bytes and times, operations by formula. recipes: a matmul of a
     layer and its gradients by each recipe and in bfloat16, and one of Qwen3's experts. --quick: the first size of each
     only.
     """
@@ -133,62 +131,56 @@ EXPERTS = (
     Experts("DeepSeek-V3, 32,768 tokens on 8 devices", 32, 32768, 7168, 2048),
     Experts("Mixtral 8x7B, 8192 tokens", 8, 16384, 4096, 14336),
 )
-GROUPED_ON: tuple[tuple[str, GroupedKernel], ...] = (("h100", "mosaic"), ("a100-80gb", "triton"))
 
 
-def operations_over_model(kernel: GroupedKernel, sizes: np.ndarray, inner: int, outer: int) -> float:
+def operations_over_model(sizes: np.ndarray, inner: int, outer: int) -> float:
     """Multiply-adds of y, dx and dw in whole blocks, relative to those of the rows."""
-    rows, groups = int(sizes.sum()), sizes.size
-    mosaic = kernel == "mosaic"
-    align = grouped_mosaic.ALIGN if mosaic else 1
+    rows, groups, align = int(sizes.sum()), sizes.size, grouped_mosaic.ALIGN
 
     def padded(size: int, block: int) -> int:
         return -(-size // block) * block
 
     def of_rows(outer: int, inner: int) -> int:
-        blocks = grouped_triton.ROWS
-        if mosaic:
-            blocks = grouped_mosaic.blocks_for(outer, grouped_mosaic.tile_rows(rows, groups))
+        blocks = grouped_mosaic.blocks_for(outer, grouped_mosaic.tile_rows(rows, groups))
         live = int(tiles(jnp.asarray(sizes, jnp.int32), rows, blocks.rows, align).live)
         return live * blocks.rows * padded(outer, blocks.columns) * inner
 
-    blocks = grouped_mosaic.blocks_for(outer) if mosaic else grouped_triton.MATRICES
+    blocks = grouped_mosaic.blocks_for(outer)
     before = (sizes.cumsum() - sizes) % align
     summed = np.where(sizes > 0, -(-(sizes + before) // blocks.summed), 0).sum() * blocks.summed
     of_matrices = int(summed) * padded(inner, blocks.rows) * padded(outer, blocks.columns)
     return (of_rows(outer, inner) + of_rows(inner, outer) + of_matrices) / (3 * rows * inner * outer)
 
 
-def grouped_program(gpu: str, kernel: GroupedKernel, layer: Experts, inner: int, outer: int) -> Any:
+def grouped_program(layer: Experts, inner: int, outer: int) -> Any:
     """y, dx and dw of one matrix of all experts."""
 
     def all_three(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> tuple:
-        y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel), x, w)
+        y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, "mosaic"), x, w)
         return y, *pullback(dy)
 
     shapes = (layer.rows, inner), (layer.number, inner, outer), (layer.rows, outer)
     like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    return compile_for(gpu, all_three, *like, jax.ShapeDtypeStruct((layer.number,), jnp.int32))
+    return compile_for("h100", all_three, *like, jax.ShapeDtypeStruct((layer.number,), jnp.int32))
 
 
 def expert_rows(quick: bool) -> Iterator[dict[str, Any]]:
-    """One for each layer and GPU. Gate and up matrices have the first shape, down matrices the second."""
+    """One for each layer, for an H100. Gate and up matrices have the first shape, down matrices the second."""
     for layer in EXPERTS[: 1 if quick else None]:
-        for gpu, kernel in GROUPED_ON:
-            shapes = (layer.hidden, layer.ffn), (layer.ffn, layer.hidden)
-            programs = [grouped_program(gpu, kernel, layer, *shape) for shape in shapes]
-            over_model = {}
-            for name, largest in (("even", 1.0), ("uneven", 3.0)):
-                sizes = uneven(layer.rows, layer.number, largest)
-                up, down = (operations_over_model(kernel, sizes, *shape) for shape in shapes)
-                over_model[name] = round((2 * up + down) / 3, 3)
-            yield layer._asdict() | {
-                "gpu": gpu,
-                "kernel": kernel,
-                "calls": [kernels(program) for program in programs],
-                "temporary_mib": [temporary_mib(program) for program in programs],
-                "operations_over_model": over_model,
-            }
+        shapes = (layer.hidden, layer.ffn), (layer.ffn, layer.hidden)
+        programs = [grouped_program(layer, *shape) for shape in shapes]
+        over_model = {}
+        for name, largest in (("even", 1.0), ("uneven", 3.0)):
+            sizes = uneven(layer.rows, layer.number, largest)
+            up, down = (operations_over_model(sizes, *shape) for shape in shapes)
+            over_model[name] = round((2 * up + down) / 3, 3)
+        yield layer._asdict() | {
+            "gpu": "h100",
+            "kernel": "mosaic",
+            "calls": [kernels(program) for program in programs],
+            "temporary_mib": [temporary_mib(program) for program in programs],
+            "operations_over_model": over_model,
+        }
 
 
 def scan_shapes(length: int, heads: int, size: int, groups: int, states: int) -> dict[str, tuple[int, ...]]:
@@ -241,20 +233,11 @@ def delta_gradients(method: Callable[[DeltaRule], tuple[jax.Array, jax.Array]]) 
 
 
 def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
-    """One for each kernel, kind of decays and chunk size, with bytes moved and seconds by the cost model's constants.
+    """One for each kind of decays and chunk size, with bytes moved and seconds by the cost model's constants.
 
     A compiler counts the loop over chunks once: operations are those of the formula.
     """
-    sizes: tuple[tuple[DeltaKernel, bool, int], ...] = (
-        ("chunks", False, 64),
-        ("triton", False, 64),
-        ("chunks", True, 64),
-        ("triton", True, 64),
-        ("chunks", False, 32),
-        ("chunks", False, 128),
-        ("triton", False, 32),
-    )
-    for kernel, by_channel, chunk in sizes[: 2 if quick else None]:
+    for by_channel, chunk in ((False, 64), (True, 64), (False, 32), (False, 128))[: 1 if quick else None]:
         heads, groups, keys = (DELTA_LAYER[name] for name in ("heads", "groups", "keys"))
         shapes = delta_shapes(**DELTA_LAYER | {"groups": heads if by_channel else groups})
         shapes |= {"g": (*shapes["g"], keys)} if by_channel else {}
@@ -263,12 +246,11 @@ def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
             for name, shape in shapes.items()
         }
         mixer = KimiDeltaConfig(heads=heads) if by_channel else GatedDeltaNetConfig(heads=heads, key_heads=groups)
-        step = delta_gradients(partial(gated_delta, chunk=chunk, kernel=kernel))
+        step = delta_gradients(partial(gated_delta, chunk=chunk))
         program = compile_for("h100", step, like, options=GPU)
         contents = hlo.Program.read(program.as_text())
         audited, costs = audit(program.as_text()), Costs(contents, {}, GPUS["h100"], 1)
         yield {
-            "kernel": kernel,
             "decays": "by channel" if by_channel else "by head",
             "chunk": chunk,
             "temporary_mib": temporary_mib(program),
@@ -320,7 +302,7 @@ def _recipe(cfg: MatmulConfig, device: jax.Device) -> Recipe:
 
 def _of_experts(cfg: MatmulConfig | None, device: jax.Device, layer: Experts) -> Callable:
     """The products of the experts' first matrix by a recipe, by the kernel of the device."""
-    kernel: GroupedKernel = "mosaic" if capability_of(device) < FIRST_WITH_BLOCKS else "triton"
+    kernel: GroupedKernel = "mosaic" if capability_of(device) < FIRST_WITH_BLOCKS else "reference"
     kernels = partial(capable, kernel, GroupedSizes(layer.rows, layer.number, layer.hidden, layer.ffn))
 
     def step(x: Any, w: Any, dy: Any, sizes: Any) -> Any:

@@ -230,8 +230,8 @@ def _work(program: hlo.Program, root: hlo.Instruction, body: hlo.Computation) ->
 
 
 def _is_grouped(op: hlo.Instruction) -> bool:
-    """Whether it is a grouped matmul. Pallas kernels in Mosaic are, those in Triton have a name."""
-    return op.opcode == "ragged-dot" or "mosaic" in (op.target or "") or "grouped_" in op.attributes
+    """Whether it is a grouped matmul, as Pallas kernels in Mosaic are."""
+    return op.opcode == "ragged-dot" or "mosaic" in (op.target or "")
 
 
 def _unfused(op: hlo.Instruction, home: hlo.Computation, over_mean: float) -> tuple[int, int]:

@@ -78,8 +78,6 @@ class Device:
     """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
     scan: float = 0.15
     """Share of the rates of matmuls and memory that the scans of state spaces reach, in several kernels a layer."""
-    recurrences: bool = True
-    """Whether the Triton kernels of recurrences run on it (megajax.kernels.ssm.capability)."""
     attention_forward: float = 0.60
     """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
     attention_backward: float = 0.50
@@ -108,7 +106,7 @@ class Device:
     """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
 
     def problems(self) -> list[Problem]:
-        numbers = [field.name for field in fields(Device) if field.name not in ("name", "recurrences")]
+        numbers = [field.name for field in fields(Device) if field.name != "name"]
         return above_zero(**{name: getattr(self, name) for name in numbers})
 
     def usable_gib(self, memory_fraction: float) -> float:
@@ -260,7 +258,7 @@ _HOPPER: dict[str, Any] = {
 }  # fmt: skip
 _BLACKWELL: dict[str, Any] = {
     "cores": 148, "lanes": 128, "capability": (10, 0), "shared_kib": 228, "l2_mib": 126, "clock_ghz": 1.965,
-    "links": 18, "peak_float32": 75e12, "nvlink": 900e9, "recurrences": False,
+    "links": 18, "peak_float32": 75e12, "nvlink": 900e9,
     # At its power limit: published runs in bfloat16 and of long rows.
     "matmul": 0.54, "attention_forward": 0.52, "attention_backward": 0.39,
     "matmul_fp8": 0.559,  # fitted

@@ -290,7 +290,7 @@ def _matmuls(
         text += f"; rounded, then multiplied in {_wide(recipe)}, because {_why_wide(recipe, device.device_kind)}"
     ends = recipe.layers(0) and f"; first {recipe.first_layers} and last {recipe.last_layers} layers in bfloat16"
     often = f"; matrices of experts rounded {'once a step' if once else 'for each microbatch'}"
-    groups = f"{often}; experts too, {_of_experts(recipe, codes, experts)}" if experts else ""
+    groups = f"{often}; experts too, {_of_experts(recipe, codes)}" if experts else ""
     return [("matmuls", text + (ends or "") + groups)]
 
 
@@ -305,12 +305,11 @@ def _blocks(precision: PrecisionConfig, tensor: int, facts: Facts | None) -> lis
     return [("blocks", text)] if sides else []
 
 
-def _of_experts(recipe: MatmulConfig, codes: CodeProducts | None, kernels: Collection[str]) -> str:
+def _of_experts(recipe: MatmulConfig, codes: CodeProducts | None) -> str:
     """What multiplies experts."""
-    if codes is not None and "reference" not in kernels:
+    if codes is not None:
         return f"by {codes.label}, where sides are multiples of {CODE_BLOCK}"
-    named = recipe.kernel == "reference" or codes is not None
-    why = "kernel=reference" if named else "no kernel multiplies groups in fewer bits"
+    why = "kernel=reference" if recipe.kernel == "reference" else "no kernel multiplies groups in fewer bits"
     return f"multiplied in {_wide(recipe)}: {why}"
 
 

@@ -372,8 +372,7 @@ class KernelWork(NamedTuple):
     scores: float
     """Scores of all heads, one per key. For a state space: weights of the other positions of a chunk."""
     moved: float = 0.0
-    plain: float = 0.0
-    """Elements that a recurrence moves beside inputs and outputs, both ways: by a fused kernel, and in plain JAX."""
+    """Elements that a recurrence moves beside inputs and outputs, both ways; 0: not known."""
 
 
 class MixerFacts(NamedTuple):

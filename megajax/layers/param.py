@@ -219,9 +219,8 @@ class Matrix(nnx.Module):
         else:
             kernels = partial(capable, kernel, GroupedSizes(rows.shape[0], *array.shape))
             beside = {name: values[f".{name}"] for name in self.names}
-            axes, in_codes = self.layout.sharded_axes("expert_mlp"), kernel != "reference"
-            rounded = values.get(ROUNDED)
-            y = multiply(rows, array, sizes, kernels, axes=axes, in_codes=in_codes, rounded=rounded, **beside)
+            axes, rounded = self.layout.sharded_axes("expert_mlp"), values.get(ROUNDED)
+            y = multiply(rows, array, sizes, kernels, axes=axes, rounded=rounded, **beside)
         if self.low_rank is None:
             return y
         return y + self.low_rank.grouped(rows, values[LORA_A], values[LORA_B], sizes, kernel)

@@ -186,7 +186,6 @@ class RoundedMatmul:
         amax: Array | None = None,
         *,
         axes: tuple[str, ...] = (),
-        in_codes: bool = True,
         rounded: Operands | None = None,
     ) -> Array:
         """Each row times the matrix of its group, as `megajax.kernels.grouped.matmul.grouped_matmul`, in this recipe.
@@ -194,12 +193,11 @@ class RoundedMatmul:
         Equal to a product of each group alone. Codes are multiplied by the recipe's kernel of codes if it supports the
         sizes; otherwise rounded numbers in a dtype that holds them exactly.
         kernel: dtype -> the kernel for rows of this dtype; amax: as above, float32 [E, 3]; axes: mesh axes that shard
-        columns of rows or matrices, in an island; in_codes: whether the kernel of codes may be used; rounded: the
-        matrices as a step has rounded them before, if it has.
+        columns of rows or matrices, in an island; rounded: the matrices as a step has rounded them before, if it has.
         """
         letters = Letters("tk", "ekn", "etn")
         self._refuse_odd_sides("tk,ekn->tn", letters, x, w, groups="e")
-        codes = self.recipe.codes if in_codes else None
+        codes = self.recipe.codes
         fits = codes is not None and codes.fits(x.shape[0], *w.shape[1:])
         way = _InCodes(codes) if fits else _Grouped(kernel(self.recipe.exact.name))
         return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes), rounded)

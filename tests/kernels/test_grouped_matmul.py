@@ -1,4 +1,4 @@
-"""The grouped matmul: its reference against a dense one, and the GPU kernels, interpreted, against the reference."""
+"""The grouped matmul: its reference against a dense one, and the GPU kernel, interpreted, against the reference."""
 
 import subprocess
 import sys
@@ -17,7 +17,6 @@ from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import Choice, Device
 from megajax.kernels.grouped import matmul as module
 from megajax.kernels.grouped import mosaic as grouped_mosaic
-from megajax.kernels.grouped import triton as grouped_triton
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
 from megajax.kernels.grouped.matmul import Products, grouped_matmul, products_of
 from megajax.kernels.grouped.tiles import most_tiles, tiles
@@ -112,34 +111,18 @@ FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
     ("device", "dtype", "sizes", "kernel", "why"),
     [
         (H100, "bfloat16", FITTING, "mosaic", ()),
-        (A100, "bfloat16", FITTING, "triton", ("mosaic: runs from compute capability 9.0 on, A100 has 8.0",)),
-        (B200, "bfloat16", FITTING, "triton", ("mosaic: runs below compute capability 10.0, B200 has 10.0",)),
-        (CPU, "bfloat16", FITTING, "reference", ("mosaic, triton: needs an NVIDIA GPU, jax found cpu",)),
-        (
-            H100,
-            "float32",
-            FITTING,
-            "reference",
-            ("mosaic, triton: computes in bfloat16 or float16, not in float32",),
-        ),
-        (H100, "bfloat16", FITTING._replace(rows=4001), "triton", (f"{FEW} not 4001",)),
-        (H100, "bfloat16", FITTING._replace(rows=56), "triton", (f"{FEW} not 56",)),
+        (A100, "bfloat16", FITTING, "reference", ("mosaic: runs from compute capability 9.0 on, A100 has 8.0",)),
+        (B200, "bfloat16", FITTING, "reference", ("mosaic: runs below compute capability 10.0, B200 has 10.0",)),
+        (CPU, "bfloat16", FITTING, "reference", ("mosaic: needs an NVIDIA GPU, jax found cpu",)),
+        (H100, "float32", FITTING, "reference", ("mosaic: computes in bfloat16 or float16, not in float32",)),
+        (H100, "bfloat16", FITTING._replace(rows=4001), "reference", (f"{FEW} not 4001",)),
+        (H100, "bfloat16", FITTING._replace(rows=56), "reference", (f"{FEW} not 56",)),
         (
             H100,
             "bfloat16",
             FITTING._replace(outer=720),
-            "triton",
-            ("mosaic: takes matrices with sides of multiples of 64, not 2048 x 720",),
-        ),
-        (
-            A100,
-            "bfloat16",
-            FITTING._replace(outer=100),
             "reference",
-            (
-                "mosaic: runs from compute capability 9.0 on, A100 has 8.0",
-                "triton: takes matrices with sides of multiples of 16, not 2048 x 100",
-            ),
+            ("mosaic: takes matrices with sides of multiples of 64, not 2048 x 720",),
         ),
         (H100, None, None, "mosaic", ()),
     ],
@@ -154,10 +137,10 @@ def test_an_unsupported_kernel_is_an_error_with_an_alternative() -> None:
         choose_grouped("mosaic", "bfloat16", A100, "model.block.mlp.kernel")
     assert str(caught.value) == (
         "model.block.mlp.kernel=mosaic: the Mosaic kernel runs from compute capability 9.0 on, A100 has 8.0. "
-        "Set model.block.mlp.kernel=triton or auto."
+        "Set model.block.mlp.kernel=reference or auto."
     )
-    with pytest.raises(UserError, match="kernel=triton: the Triton kernel computes in bfloat16 or float16"):
-        grouped_matmul(jnp.ones((16, 16)), jnp.ones((2, 16, 16)), jnp.array([8, 8]), "triton")
+    with pytest.raises(UserError, match="kernel=mosaic: the Mosaic kernel computes in bfloat16 or float16"):
+        grouped_matmul(jnp.ones((16, 16)), jnp.ones((2, 16, 16)), jnp.array([8, 8]), "mosaic")
 
 
 def test_auto_follows_the_first_device(monkeypatch) -> None:
@@ -169,7 +152,7 @@ def test_auto_follows_the_first_device(monkeypatch) -> None:
         grouped_matmul(x, w, jnp.array([8, 8]))
         grouped_matmul(x, w, jnp.array([8, 8]), "mosaic")
     assert calls[1::2] == [products_of("mosaic")] * 3
-    assert calls[::2] == [products_of(name) for name in ("reference", "triton", "mosaic")]
+    assert calls[::2] == [products_of(name) for name in ("reference", "reference", "mosaic")]
 
 
 def test_every_kernel_exists_and_the_reference_is_the_last() -> None:
@@ -200,7 +183,7 @@ def check(products: Products, groups: tuple[int, ...], count: int, inner: int, o
 
     expected = of_reference(*inputs)
     # Memory that the program has not written is NaN; a read that no barrier orders is an error.
-    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL) if products is SMALL["mosaic"] else nullcontext():
+    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL) if products is SMALL else nullcontext():
         y, dx, dw = jax.block_until_ready(run(*inputs))
     assert dw.dtype == jnp.float32
     np.testing.assert_allclose(dw, expected[2], atol=1e-5 * float(jnp.abs(expected[2]).max()))
@@ -211,36 +194,26 @@ def check(products: Products, groups: tuple[int, ...], count: int, inner: int, o
 
 
 CAREFUL = mosaic_gpu.InterpretGPUParams(detect_races=True)
-CUT = {"blocks": grouped_triton.Blocks(16, 32, 32), "interpret": True}
 FEW_PROGRAMS = {"blocks": grouped_mosaic.Blocks(64, 128, 64), "programs": 1}
-SMALL = {
-    name: Products(partial(module.rows, **options), partial(module.matrices, **options))
-    for name, module, options in (("triton", grouped_triton, CUT), ("mosaic", grouped_mosaic, FEW_PROGRAMS))
-}
+SMALL = Products(partial(grouped_mosaic.rows, **FEW_PROGRAMS), partial(grouped_mosaic.matrices, **FEW_PROGRAMS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "groups", "count"),
-    [("triton", (0, 200, 0), 200), ("mosaic", (0, 0, 0), 64), ("mosaic", (100, 0, 60, 70), 264)],
-)
-def test_the_kernels_equal_the_reference_for_other_groups(name: str, groups: tuple[int, ...], count: int) -> None:
-    check(SMALL[name], groups, count, 128, 192)
+@pytest.mark.parametrize(("groups", "count"), [((0, 0, 0), 64), ((100, 0, 60, 70), 264)])
+def test_the_kernel_equals_the_reference_for_other_groups(groups: tuple[int, ...], count: int) -> None:
+    check(SMALL, groups, count, 128, 192)
 
 
-@pytest.mark.parametrize(("name", "inner", "outer"), [("triton", 48, 80), ("mosaic", 64, 64)])
-def test_the_kernels_equal_the_reference(name: str, inner: int, outer: int) -> None:
-    """Sizes that Triton's blocks don't divide; groups between multiples of 8, and a last tile that would reach beyond
-    the last row, for Mosaic."""
-    check(SMALL[name], LIVE, TALL, inner, outer)
+def test_the_kernel_equals_the_reference() -> None:
+    """Groups between multiples of 8, and a last tile that would reach beyond the last row."""
+    check(SMALL, LIVE, TALL, 64, 64)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(local_device().capability is None, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("inner", "outer"), [(512, 768), (704, 448)])
 @pytest.mark.parametrize("groups", [(300, 0, 1, 700, 23), (0, 0, 4096, 0, 0), (820, 819, 821, 818, 818)])
-def test_kernels_on_a_gpu_equal_the_reference(groups: tuple[int, ...], inner: int, outer: int, name: str) -> None:
-    if refusal := GROUPED_BACKENDS[name].refusal("bfloat16", local_device()):
+def test_the_kernel_on_a_gpu_equals_the_reference(groups: tuple[int, ...], inner: int, outer: int) -> None:
+    if refusal := GROUPED_BACKENDS["mosaic"].refusal("bfloat16", local_device()):
         pytest.skip(refusal)
-    check(products_of(name), groups, 4096, inner, outer)
+    check(products_of("mosaic"), groups, 4096, inner, outer)

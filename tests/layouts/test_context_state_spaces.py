@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec
 from test_hybrid_layouts import hybrid
 from tiny_runs import ONE, QUICK, differentiate, llama
 
-from megajax.kernels.ssm import gated_delta
-from megajax.kernels.ssm.gated_delta import Form, form_of
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
@@ -257,25 +255,5 @@ def test_models_train_as_on_one_device(model: DecoderConfig, parallel: ParallelC
     single, sharded = (differentiate(model, layout, microbatches=2) for layout in (ONE, parallel))
     np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
     assert sharded.gradients.keys() == single.gradients.keys()
-    for path, gradient in single.gradients.items():
-        alike(sharded.gradients[path], gradient, path)
-
-
-INTERPRETED = Form(*(partial(of, interpret=True) for of in form_of("triton")))
-OF_KERNELS = ("delta, two rounds", "delta, tensor of one key head", "by channel, pipeline")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_KERNELS)
-def test_interpreted_kernels_train_as_plain_jax_on_one_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, parallel = LAYOUTS[name]
-    single = differentiate(model, ONE, microbatches=2)
-    calls = []
-    monkeypatch.setattr(gated_delta, "_chosen", lambda *arguments: calls.append(arguments) or INTERPRETED)
-    (block, mlp), stack = model.stack.pattern, model.stack
-    of_kernels = replace(block, mixer=replace(block.mixer, kernel="triton"))
-    sharded = differentiate(replace(model, stack=replace(stack, pattern=(of_kernels, mlp))), parallel, microbatches=2)
-    assert all(kernel == "triton" for kernel, _, _ in calls) and calls
-    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
     for path, gradient in single.gradients.items():
         alike(sharded.gradients[path], gradient, path)

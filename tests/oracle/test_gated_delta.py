@@ -10,7 +10,7 @@ import pytest
 from megatron_cases import FOLDER as ORACLE
 
 from megajax.kernels.ssm.chunks import runs_of
-from megajax.kernels.ssm.gated_delta import DeltaRule, Form, form_of, gated_delta, gated_delta_reference, unit_length
+from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta, gated_delta_reference, unit_length
 
 FILE = ORACLE.parent / "oracle3" / "gated_delta" / "gated_delta.npz"
 if not FILE.is_file():
@@ -19,37 +19,31 @@ ARRAYS = np.load(FILE)
 CASES = json.loads(FILE.with_suffix(".json").read_text())
 TOLERANCE = 1e-5
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
-QUICK, SLOW = ("segments", 64, "chunks"), pytest.mark.slow
+QUICK, SLOW = ("segments", 64), pytest.mark.slow
 
 
-def outputs(arrays: dict[str, Any], ids: np.ndarray | None, chunk: int, kernel: Any, *, normalised: bool) -> Any:
+def outputs(arrays: dict[str, Any], ids: np.ndarray | None, chunk: int, *, normalised: bool) -> Any:
     """y and the last state; chunk: 0 for the recurrence."""
     inputs = [arrays[name] for name in INPUTS[:5]]
     if normalised:
         inputs[:2] = [unit_length(x) for x in inputs[:2]]
     rule = DeltaRule(*inputs, None if ids is None else runs_of(ids), arrays.get("initial_state"))
-    return gated_delta(rule, chunk, kernel) if chunk else gated_delta_reference(rule)
+    return gated_delta(rule, chunk) if chunk else gated_delta_reference(rule)
 
 
 @pytest.mark.parametrize(
-    ("case", "chunk", "kernel"),
+    ("case", "chunk"),
     [
-        pytest.param(name, chunk, kernel, marks=() if (name, chunk, kernel) == QUICK else SLOW)
+        pytest.param(name, chunk, marks=() if (name, chunk) == QUICK else SLOW)
         for name in CASES
-        for chunk, kernel in ((0, "chunks"), (16, "chunks"), (64, "chunks"), (16, "triton"), (64, "triton"))
-        # Kernels and plain JAX have the sizes of chunks by turns, but for documents.
-        if name == "segments" or (chunk, kernel) not in ((64, "chunks"), (16, "triton"))
+        for chunk in (0, 16, 64)
     ],
 )
-def test_outputs_states_and_gradients(case: str, chunk: int, kernel: str) -> None:
-    """Kernels of GPUs are interpreted."""
+def test_outputs_states_and_gradients(case: str, chunk: int) -> None:
     given = {name.partition("/")[2]: ARRAYS[name] for name in ARRAYS.files if name.startswith(f"{case}/")}
     arrays = {name: given[name] for name in INPUTS if name in given}
-    form = form_of(kernel)
-    if kernel == "triton":
-        form = Form(*(partial(of, interpret=True) for of in form))
     ids, normalised = given.get("segment_ids"), CASES[case]["l2norm"]
-    run = partial(outputs, ids=ids, chunk=chunk, kernel=form, normalised=normalised)
+    run = partial(outputs, ids=ids, chunk=chunk, normalised=normalised)
 
     @jax.jit
     def pulled(arrays: dict[str, Any]) -> Any:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.kernels.attention.capability import AMPERE, BLACKWELL, HOPPER, Choice, Device, DeviceRange, Support, pick
+from megajax.kernels.attention.capability import BLACKWELL, HOPPER, Choice, Device, DeviceRange, Support, pick
 
-type GroupedKernel = Literal["auto", "reference", "triton", "mosaic"]
+type GroupedKernel = Literal["auto", "reference", "mosaic"]
 type CodesKernel = Literal["codes", "scaled"]
 
 
@@ -59,12 +59,6 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
             least=64,
             sides=64,
         ),
-        "triton": GroupedBackend(
-            label="the Triton kernel",
-            dtypes=("bfloat16", "float16"),
-            devices=DeviceRange(AMPERE, ()),
-            sides=16,
-        ),
         "reference": GroupedBackend(label="the reference"),
     }
 )
@@ -74,7 +68,7 @@ CODES: Mapping[CodesKernel, GroupedBackend] = MappingProxyType(
     {
         name: GroupedBackend(label=label, devices=devices, rows=8, least=128, sides=128)
         for name, label, devices in (
-            # Triton multiplies 8-bit codes as float16 on Hopper. Blackwell has no wgmma.
+            # Blackwell has no wgmma.
             ("codes", "the Mosaic kernel of 8-bit codes", DeviceRange(HOPPER, (), below=BLACKWELL)),
             # GPUs of capability 12 have no tcgen05.
             ("scaled", "the Mosaic kernel of scaled blocks", DeviceRange(BLACKWELL, (), below=(11, 0))),

@@ -6,7 +6,7 @@ g_t is a number, or one for each channel of the key, which decays that row of h 
 
 B rows, S positions, N heads, V value size, G groups of N / G consecutive heads that share q and k, K key size. h is
 [K, V]. The state is zero at the start of each document. `gated_delta_reference` is the recurrence as written,
-`gated_delta` computes chunks of positions by matmuls, in plain JAX here and by kernels in `delta_triton`.
+`gated_delta` computes chunks of positions by matmuls.
 
 With u_i of position i of a chunk, D_ij the decay after j up to i, and h the state before the chunk:
 
@@ -18,7 +18,6 @@ term of the chunk alone and a product with h: U - W h (the WY representation, "G
 A document's results do not depend on other documents, to the last bit (see `chunks`): T has exact zeros between them.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,9 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.config.class_references import resolve
-from megajax.kernels.attention.attention import local_device
-from megajax.kernels.ssm.capability import DeltaKernel, DeltaSizes, choose_delta
 from megajax.kernels.ssm.chunks import BLOCK, Chunks, Sums, pad_end, pad_runs, starts_of
 
 
@@ -89,38 +85,11 @@ def gated_delta_reference(rule: DeltaRule) -> tuple[Array, Array]:
     return jnp.moveaxis(y, 0, 1), state
 
 
-class Form(NamedTuple):
-    """One way to compute the recurrence over whole rows, see `megajax.kernels.ssm.capability`."""
-
-    mix: Callable[[int, DeltaRule], tuple[Array, Array]]
-    """(chunk, rule) -> outputs [B, S or more, N, V] in v's dtype, those of padding last; the last state."""
-    transition: Callable[[int, DeltaRule], tuple[Array, Array]]
-    """(chunk, rule) -> `gated_delta_transition`."""
-
-
-def form_of(kernel: str) -> Form:
-    """The functions of a kernel. Those of GPUs are imported when they are used."""
-    if kernel == "chunks":
-        return Form(_by_chunks, _transition)
-    return Form(*(resolve(f"megajax.kernels.ssm.delta_triton:{name}_by_kernels") for name in Form._fields))
-
-
-def _chosen(kernel: DeltaKernel | Form, rule: DeltaRule, chunk: int) -> Form:
-    """The form, or that of the kernel; `auto`: the fastest that supports the first device and these arrays."""
-    if isinstance(kernel, Form):
-        return kernel
-    sizes = DeltaSizes(rule.k.shape[-1], rule.v.shape[-1], chunk)
-    device = local_device() if kernel == "auto" else None
-    return form_of(choose_delta(kernel, jnp.dtype(rule.v.dtype).name, device, sizes).kernel)
-
-
-def gated_delta(rule: DeltaRule, chunk: int, kernel: DeltaKernel | Form = "auto") -> tuple[Array, Array]:
+def gated_delta(rule: DeltaRule, chunk: int) -> tuple[Array, Array]:
     """The recurrence by matmuls over chunks of `chunk` positions: y [B, S, N, V] in v's dtype, the last state.
 
     Matmuls are in v's dtype with float32 sums; decays, T and states are float32. Only the inputs are saved for the
-    backward pass: arrays of size chunk x chunk per head exist once, while a layer is computed. A kernel chosen by name
-    is not checked against the device, because programs are also compiled for virtual devices. Raises UserError if it
-    does not support the dtype or the sizes.
+    backward pass: arrays of size chunk x chunk per head exist once, while a layer is computed.
     """
     length = rule.v.shape[1]
     if length == 1:
@@ -128,19 +97,17 @@ def gated_delta(rule: DeltaRule, chunk: int, kernel: DeltaKernel | Form = "auto"
         inputs = (x[:, 0] for x in (rule.q, rule.k, rule.v, rule.g, rule.beta))
         y, state = gated_delta_step(rule.first_state(), *inputs)
         return y[:, None], state
-    form = _chosen(kernel, rule, chunk)
-    y, state = jax.checkpoint(partial(form.mix, chunk), prevent_cse=False)(rule)
+    y, state = jax.checkpoint(partial(_by_chunks, chunk), prevent_cse=False)(rule)
     return y[:, :length], state
 
 
-def gated_delta_transition(rule: DeltaRule, chunk: int, kernel: DeltaKernel | Form = "auto") -> tuple[Array, Array]:
+def gated_delta_transition(rule: DeltaRule, chunk: int) -> tuple[Array, Array]:
     """The effect of a row on the state before it, h -> transition h + added; `rule.state` is not read.
 
     transition: float32 [B, N, K, K], 0 if a document starts after the first position; added: float32 [B, N, K, V].
-    Only the inputs are saved for the backward pass. kernel: see `gated_delta`.
+    Only the inputs are saved for the backward pass.
     """
-    form = _chosen(kernel, rule, chunk)
-    return jax.checkpoint(partial(form.transition, chunk), prevent_cse=False)(rule)
+    return jax.checkpoint(partial(_transition, chunk), prevent_cse=False)(rule)
 
 
 class Within(NamedTuple):
@@ -149,7 +116,7 @@ class Within(NamedTuple):
     below: Array
     """float32 [B, M, N, L, L]: A, strictly lower triangular."""
     scores: Array
-    """[B, M, N, L, L]: decayed products of the queries of i and the keys of j, up to i; 0 elsewhere."""
+    """float32 [B, M, N, L, L]: decayed products of the queries of i and the keys of j, up to i; 0 elsewhere."""
     q: Array
     """[B, M, L, G, K]."""
     keys: tuple[Array, ...]
@@ -167,14 +134,10 @@ class Within(NamedTuple):
     """float32 [B, M, N, K], or 1 for K: decay over the chunk; 0 if a document starts in it."""
 
 
-type Among = Callable[[Array, Array, Array, Array, Array | None], tuple[Array, Array]]
-"""(q, k, g, beta, runs) -> `below` and `scores`. q, k [B, M, L, G, K], g [B, M, N, L] or by channel [B, M, L, N, K],
-beta [B, M, N, L], runs int32 [B, M, L]."""
-
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def within_chunks(chunk: int, rule: DeltaRule, among: Among) -> Within:
+def _within_chunks(chunk: int, rule: DeltaRule) -> Within:
     """All inputs of the pass over chunks. Decays by channel are put into queries and keys."""
     (rows, length, heads), dtype, by_channel = rule.v.shape[:3], rule.v.dtype, rule.g.ndim > rule.beta.ndim
     chunk = min(chunk, -(-length // BLOCK) * BLOCK)
@@ -191,7 +154,7 @@ def within_chunks(chunk: int, rule: DeltaRule, among: Among) -> Within:
         q, k = (jnp.repeat(x, heads // x.shape[3], axis=3) for x in (q, k))
     sums = Sums.of(jnp.moveaxis(g, 2, -1))
     g = g if by_channel else jnp.moveaxis(g, 3, 2)
-    below, scores = among(q, k, g, beta, None if runs is None else runs.reshape(rows, -1, chunk))
+    below, scores = _among(q, k, g, beta, masks.pairs[:, :, None])
     rest: dict[str, Any] = {"below": below, "scores": scores, "v": v, "beta": beta}
     if not by_channel:
         return Within(
@@ -217,10 +180,13 @@ def within_chunks(chunk: int, rule: DeltaRule, among: Among) -> Within:
     )
 
 
-def _among(q: Array, k: Array, g: Array, beta: Array, runs: Array | None) -> tuple[Array, Array]:
-    """`Among` in plain JAX; scores in float32."""
-    rows, count, chunk, groups = q.shape[:4]
-    pairs = Chunks.of(runs, rows, count, chunk).pairs[:, :, None]
+def _among(q: Array, k: Array, g: Array, beta: Array, pairs: Array) -> tuple[Array, Array]:
+    """`below` and `scores` of `Within`.
+
+    q, k [B, M, L, G, K], g [B, M, N, L] or by channel [B, M, L, N, K], beta [B, M, N, L]; pairs: see `Chunks`, with a
+    dimension for heads.
+    """
+    chunk, groups = q.shape[2:4]
     if g.ndim > beta.ndim:
         sums = Sums.of(jnp.moveaxis(g, 2, -1))
         q, k = (jnp.moveaxis(x, 3, 2) for x in (q, k))
@@ -298,7 +264,7 @@ def _carried(within: Within, solved: Solved, state: Array) -> tuple[Array, tuple
 
 def _by_chunks(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
     """`gated_delta`, with the outputs of the padding."""
-    (rows, _, heads, size), within = rule.v.shape, within_chunks(chunk, rule, _among)
+    (rows, _, heads, size), within = rule.v.shape, _within_chunks(chunk, rule)
     groups = within.q.shape[3]
     last, (before, updates) = _carried(within, Solved.of(within), rule.first_state())
     opening = jnp.moveaxis(_grouped(within.opening, groups), -1, 2)
@@ -309,7 +275,7 @@ def _by_chunks(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
     return y.reshape(rows, -1, heads, size), last
 
 
-def zeros_and_identity(rule: DeltaRule) -> Array:
+def _zeros_and_identity(rule: DeltaRule) -> Array:
     """States float32 [B, N, K, V + K] whose columns are zeros and those of the identity.
 
     Columns of a state do not affect one another: carried over a row, they become `gated_delta_transition`.
@@ -320,10 +286,10 @@ def zeros_and_identity(rule: DeltaRule) -> Array:
 
 
 def _transition(chunk: int, rule: DeltaRule) -> tuple[Array, Array]:
-    within, size = within_chunks(chunk, rule, _among), rule.v.shape[-1]
+    within, size = _within_chunks(chunk, rule), rule.v.shape[-1]
     solved = Solved.of(within)
     solved = solved._replace(written=jnp.pad(solved.written, [(0, 0)] * 5 + [(0, rule.k.shape[-1])]))
-    last, _ = _carried(within, solved, zeros_and_identity(rule))
+    last, _ = _carried(within, solved, _zeros_and_identity(rule))
     return last[..., size:], last[..., :size]
 
 

@@ -285,12 +285,10 @@ def mixer_facts(
     """A mixer with these tensors on rows of `length` tokens; memory_ratio: keys for each of them."""
     request = Request(dtype=dtype, length=length, key_length=round(memory_ratio * length))
     choice = mixer.kernel_choice(hidden, request, None)
-    chosen = mixer.with_kernel(choice.kernel) if isinstance(mixer, HasKernel) else mixer
-    work = chosen.kernel_work(hidden, length * memory_ratio)
     return MixerFacts(
-        work=work,
+        work=mixer.kernel_work(hidden, length * memory_ratio),
         heads=mixer.heads,
-        fused=choice.kernel in FUSED or work.moved > 0,
+        fused=choice.kernel in FUSED,
         tensors=tuple(tensors[part] for part in KERNEL_TENSORS if part in tensors),
     )
 

@@ -1,13 +1,11 @@
 """Configs of gated delta nets; imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
-from megajax.kernels.attention.capability import Choice, Device, Request
-from megajax.kernels.ssm.capability import DeltaKernel, DeltaSizes, choose_delta
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
@@ -15,12 +13,10 @@ from megajax.layers.mamba.config import StateSpaceConfig, last_inputs, state_lea
 from megajax.layers.recompute import Part
 
 DIRECT = 16
-"""Positions whose products the kernel of decays by channel makes channel by channel: its BLOCK."""
-STATE_PASSES, PAIR_PASSES, CHANNEL_PASSES = 6.5, 39.0, 56.0
-"""Passes of the Triton kernels, in elements of the compute dtype, over states of chunks, squares of chunks and decays
-by channel."""
-PLAIN_STATES, PLAIN_PAIRS, PLAIN_INPUTS, PLAIN_CHANNELS = 72.0, 80.0, 109.0, 380.0
-"""The same in plain JAX: over states of chunks, squares, keys with values, and decays by channel."""
+"""Positions whose products are made channel by channel, where decays are: the kernel's BLOCK."""
+STATE_PASSES, PAIR_PASSES, INPUT_PASSES, CHANNEL_PASSES = 72.0, 80.0, 109.0, 380.0
+"""Passes of the form by chunks, in elements of the compute dtype, over states of chunks, squares of chunks, keys with
+values, and decays by channel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +52,6 @@ class GatedDeltaNetConfig(StateSpaceConfig):
     """Upper bound of initial decay rates."""
     chunk: int = 64
     """Positions per chunk of the matmul form; results are equal up to rounding."""
-    kernel: DeltaKernel = "auto"
-    """chunks: plain JAX; triton: kernels of NVIDIA GPUs; auto: the fastest that supports the device and the sizes."""
 
     def problems(self) -> list[Problem]:
         names = ("heads", "key_heads", "head_dim", "key_dim", "norm_epsilon", "decay_min", "decay_max")
@@ -71,19 +65,6 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         if self.decay_min > self.decay_max:
             problems.append(Problem("decay_min", f"{self.decay_min} is above decay_max={self.decay_max}"))
         return problems
-
-    def kernel_choice(
-        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
-    ) -> Choice[DeltaKernel]:
-        """The kernel, and why not a faster one. Raises UserError if one chosen by name is not available."""
-        del hidden
-        sizes = DeltaSizes(self.key_dim, self.head_dim, self.chunk)
-        choice = choose_delta(self.kernel, request.dtype, device, sizes, setting)
-        return choice._replace(place=self.place)
-
-    def with_kernel(self, name: DeltaKernel) -> Self:
-        """A copy with this kernel."""
-        return replace(self, kernel=name)
 
     @property
     def groups(self) -> int:
@@ -166,20 +147,17 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         chunk = min(self.chunk, keys)
         pairs = chunk * (2 * self.keys + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
         states = 3 * self.inner * self.key_dim
-        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads, *self.moved(chunk))
+        return KernelWork(pairs + states, pairs / 2 + states, 2 * chunk * self.heads, self.moved(chunk))
 
-    def moved(self, chunk: float) -> tuple[float, float]:
-        """`KernelWork.moved` (0 without the Triton kernels) and `plain`: states, squares of chunks, and the rest.
+    def moved(self, chunk: float) -> float:
+        """`KernelWork.moved`: states, squares of chunks, and the rest.
 
         The passes are those of compiled programs, in bfloat16 (docs/models.md#kernel-of-gated-delta-nets).
         """
         states, pairs, keys = self.inner * self.key_dim / chunk, chunk * self.heads, self.heads * self.key_dim
         channels = keys * (len(self.decays) > 1)
-        moved = STATE_PASSES * states + PAIR_PASSES * pairs + CHANNEL_PASSES * channels
-        plain = (
-            PLAIN_STATES * states + PLAIN_PAIRS * pairs + PLAIN_INPUTS * (keys + self.inner) + PLAIN_CHANNELS * channels
-        )
-        return moved * (self.kernel == "triton"), plain
+        inputs = INPUT_PASSES * (keys + self.inner)
+        return STATE_PASSES * states + PAIR_PASSES * pairs + inputs + CHANNEL_PASSES * channels
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs and outputs of the kernel, and the gate."""
@@ -269,7 +247,7 @@ class KimiDeltaConfig(GatedDeltaNetConfig):
         pairs = chunk * (2 * channels + self.heads * (chunk / 3 + self.key_dim + 2 * self.head_dim))
         states = 3 * self.inner * self.key_dim
         return KernelWork(
-            pairs + states, pairs / 2 + states, 2 * chunk * self.heads + DIRECT * channels, *self.moved(chunk)
+            pairs + states, pairs / 2 + states, 2 * chunk * self.heads + DIRECT * channels, self.moved(chunk)
         )
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:

@@ -106,10 +106,10 @@ class GatedDeltaNet(RecurrentMixer):
         g = masked_steps(-rate * steps, counts)
         beta = masked_steps(jax.nn.sigmoid(inputs["b"].astype(jnp.float32)), counts)
         q, k = (save_only_inputs(unit_length)(inputs[name]) for name in ("q", "k"))
-        rule, chunk, kernel = DeltaRule(q, k, inputs["v"], g, beta, runs, state), self.cfg.chunk, self.cfg.kernel
+        rule, chunk = DeltaRule(q, k, inputs["v"], g, beta, runs, state), self.cfg.chunk
         if row_chunks is not None and not row_chunks.unsharded:
-            rule = rule._replace(state=row_chunks.first_matrices(*gated_delta_transition(rule, chunk, kernel)))
-        return gated_delta(rule, chunk, kernel)
+            rule = rule._replace(state=row_chunks.first_matrices(*gated_delta_transition(rule, chunk)))
+        return gated_delta(rule, chunk)
 
     def project_output(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, N, V] -> the layer's output [B, S, D]."""

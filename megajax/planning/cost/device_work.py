@@ -42,7 +42,7 @@ WIDENED_BYTES = 6.0
 SCORE_BYTES = 24
 """Bytes of one attention score, forward and backward, where scores are kept: softmax, mask and gradients."""
 COUNTED_SHARE = 0.45
-"""Share of the rates of memory and matmuls that a recurrence in plain JAX reaches, if all its bytes are counted: the
+"""Share of the rates of memory and matmuls that a recurrence reaches, if all its bytes are counted: the
 rest is the time of small float32 matmuls, by the constants of compiled programs."""
 LOGIT_BYTES = 14
 """Bytes of one logit, beside the matmuls, in a loss by chunks: read in float32 for maximum, sum and gradient,
@@ -251,23 +251,17 @@ def _attention(tower: Tower, block: BlockFacts, policy: SavePolicy, halves: Halv
     for mixer in block.mixers:
         queries = 2.0 * tower.tokens / tensor
         once = tower.tokens * run.width * sum(elements.local(tensor) for elements in mixer.tensors)
-        moved = tower.tokens * run.width * mixer.work.moved / tensor
-        if mixer.fused and (device.recurrences or not moved):
+        if mixer.fused:
             repeat = recomputed(policy, "core_attention")
             seconds = queries * mixer.work.unmasked / device.attention_rate(backward=False)
             behind = ATTENTION_BACKWARD * queries * mixer.work.unmasked / device.attention_rate(backward=True)
-            # Kernels of recurrences keep little on the chip: as if no transfer were hidden.
-            seconds, behind = (
-                time + share * moved / device.memory_rate for time, share in ((seconds, 1 / 3), (behind, 2 / 3))
-            )
-            once += moved / 3
         else:
             work, of_scores = mixer.work, mixer.work.scores * SCORE_BYTES / 2
             # Scores have no name: only recompute=none saves them.
-            repeat = recomputed(policy, "core_attention") if work.plain else policy.parts is not None
-            stored = tower.tokens * (work.plain or of_scores) * run.width / tensor
+            repeat = recomputed(policy, "core_attention") if work.moved else policy.parts is not None
+            stored = tower.tokens * (work.moved or of_scores) * run.width / tensor
             by_chunks = work.scores < mixer.heads * tower.section.length  # of a state space
-            share = COUNTED_SHARE if work.plain else device.scan if by_chunks else 1.0
+            share = COUNTED_SHARE if work.moved else device.scan if by_chunks else 1.0
             computing = queries * work.multiply_adds / device.matmul_rate(run.dtype)
             seconds = (computing + stored / 3 / device.memory_rate) / share
             behind, once = 2 * seconds, once + stored / 3
