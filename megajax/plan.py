@@ -30,14 +30,11 @@ FLAGS = (
     Flag(
         "compile",
         int | None,
-        help="of a search: layouts to compile; 3 with the extra aot, else 0. With --serve: "
-        "compile the steps of this number of layouts that fit, the fastest first",
+        help="of a search: layouts to compile; 3 with the extra aot, else 0",
     ),
     Flag("out", Path | None, help="of a search: write the best into this YAML file, a config based on --config"),
-    Flag("serve", help="text generation: tokens of cache beside the weights, and bounds of its speed"),
+    Flag("serve", help="text generation: tokens of cache beside the weights, and a bound of its speed"),
     Flag("context", int | None, help="with --serve: tokens of a request; the model's sequence_length unless given"),
-    Flag("adapters", int | None, help="with --serve: slots of adapters (inference.adapters); 0 unless given"),
-    Flag("adapter-rank", int | None, help="with --serve: rank of a slot (inference.adapter_rank); 16 unless given"),
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
     Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
     Flag("device-file", Path | None, help="with --formula: YAML file that describes another device"),

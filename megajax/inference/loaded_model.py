@@ -27,7 +27,7 @@ from megajax.layers.param import Adapter, Observation, ParamSpec, bind, specs
 from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
 from megajax.mesh.layout import Layout
-from megajax.mesh.replicated_heads import COPIED, copy_heads
+from megajax.mesh.replicated_heads import copy_heads
 from megajax.mesh.rules import Plan
 from megajax.models.facts import facts_of
 from megajax.precision.config import PrecisionConfig
@@ -206,30 +206,6 @@ def model_on_mesh(
         make = jax.jit(lambda arrays: {path: used(path, w) for path, w in arrays.items()}, out_shardings=shardings)
         weights = make({path: arrays[path] for path in declared})
     return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
-
-
-def without_weights(
-    cfg: Any,
-    plan: Plan,
-    mesh: Mesh,
-    precision: PrecisionConfig,
-    options: Mapping[str, Any],
-    adapters: AdapterSlots | None = None,
-) -> LoadedModel:
-    """As `load_weights`, with shapes in place of weights, for programs that are only compiled."""
-    layout, shapes = Layout(plan), dict[str, Any]()
-    built = cfg if adapters is None else replace(cfg, lora=adapters)
-    abstract: nnx.Module = nnx.eval_shape(lambda: built.build(layout))
-    for path, spec in {**specs(abstract), **specs(abstract, Observation)}.items():
-        observed = spec.updater is not None
-        shape = spec.updater.shape(spec.shape) if spec.updater is not None else spec.shape
-        sizes = zip(shape, spec.axes, strict=True)
-        # Each device has a copy of the head that it uses.
-        shape = tuple(plan.tensor if axis == COPIED and size % plan.tensor else size for size, axis in sizes)
-        dtype = jnp.float32 if observed else spec.dtype if spec.keeps_dtype() else precision.compute
-        axes = spec.axes if observed else plan.axes_in_step(spec.axes)
-        shapes[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, plan.compute.spec(axes)))
-    return LoadedModel(cfg, abstract, shapes, mesh, layout, precision.matmul_precision(), options, adapters)
 
 
 def in_step(layout: Layout, spec: ParamSpec, array: Array, dtype: jnp.dtype) -> Array:

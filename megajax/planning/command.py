@@ -32,7 +32,6 @@ from megajax.planning.show import (
     DEVICES_AXIS,
     Point,
     comparison,
-    compiled_steps_table,
     draw_sweep,
     plan_report,
     serving_report,
@@ -46,9 +45,7 @@ MARGIN = 0.03
 MODES = ("search", "compare", "sweep", "serve")
 NEEDS = {
     "context": ("serve",),
-    "adapters": ("serve",),
-    "adapter_rank": ("serve",),
-    "compile": ("search", "serve"),
+    "compile": ("search",),
     "out": ("search",),
     "png": ("sweep",),
 }
@@ -76,9 +73,6 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     for name, needed in NEEDS.items():
         if flags[name] is not None and not any(flags[mode] for mode in needed):
             problems.append(Problem(f"--{name.replace('_', '-')}", f"needs {either([f'--{mode}' for mode in needed])}"))
-    for name, least in (("adapters", 0), ("adapter_rank", 1)):
-        if flags[name] is not None and flags[name] < least:
-            problems.append(Problem(f"--{name.replace('_', '-')}", f"must be at least {least}, got {flags[name]}"))
     free = cluster is None or {"search", "serve", "sweep"} & {*modes}
     return None if free else cluster.devices, problems
 
@@ -208,18 +202,9 @@ class Request:
         context = run.sections[-1].length if tokens is None else tokens
         if context < 1:
             raise UserError(f"--context must be at least 1 token, got {context}")
-        slots = {name: self.flags[name] for name in ("adapters", "adapter_rank") if self.flags[name] is not None}
-        plans = servings(run, self.case.cluster.devices, context, **slots)
-        order = by_preference(demand_room(plans))
-        report, figures = serving_report(plans, order[0]), [plan.to_dict() for plan in plans]
-        compiled = []
-        if number := self.flags["compile"]:
-            devices.prepare()  # before anything imports jax
-            compile_steps = resolve("megajax.planning.program.serving_step:compile_steps")
-            for plan in order[:number]:
-                compiled += compile_steps(self.case.cfg, self.case.cluster, plan)
-            report = replace(report, blocks=[*report.blocks, compiled_steps_table(compiled)])
-        return report, [*figures, *(step.to_dict() for step in compiled)]
+        plans = servings(run, self.case.cluster.devices, context)
+        chosen = by_preference(demand_room(plans))[0]
+        return serving_report(plans, chosen), [plan.to_dict() for plan in plans]
 
     def search(self) -> tuple[Report, Any]:
         out, wanted = self.flags["out"], self._layouts_to_compile()

@@ -11,7 +11,7 @@ from megajax.display.text import byte_size, count, duration
 from megajax.mesh.config import DATA_AXES, devices_over
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
-from megajax.planning.cost.serving import CACHE_SHARE, Serving, row_counts
+from megajax.planning.cost.serving import CACHE_SHARE, Serving
 
 BYTE_CLASSES = {
     "copies": "slices, updates, copies, transposes, zeros",
@@ -171,7 +171,7 @@ def traffic_by_class(
 
 
 def serving_report(plans: Sequence[Serving], chosen: Serving) -> Report:
-    """Weights, cache and first token of each layout and dtype that fit; bounds of a step of the chosen one."""
+    """Weights, cache and speed of each layout and dtype that fit; settings of the chosen one."""
     run, context = chosen.run, chosen.context
     fitting = [plan for plan in plans if plan.rows]
     columns: dict[str, Callable[[Serving], str]] = {
@@ -181,60 +181,30 @@ def serving_report(plans: Sequence[Serving], chosen: Serving) -> Report:
         "weights": lambda plan: plan.weights,
         "cache": lambda plan: plan.cache,
         "weights, GiB": lambda plan: f"{plan.weight_bytes / GIB:.2f}",
-        "adapters, GiB": lambda plan: f"{plan.adapter_bytes / GIB:.2f}",
         "token": lambda plan: byte_size(plan.token_bytes) if plan.token_bytes else "none",
         "tokens": lambda plan: "any" if plan.tokens is None else f"{plan.tokens:,}",
         "rows": lambda plan: f"{plan.rows:,}",
-        "first token, ms": lambda plan: f"{plan.first_token_seconds * 1e3:,.1f}",
+        "tokens/s": lambda plan: f"{plan.tokens_per_second:,.0f}",
     }
-    optional = {"expert": any(plan.expert > 1 for plan in plans), "adapters, GiB": chosen.adapters > 0}
-    columns = {name: cell for name, cell in columns.items() if optional.get(name, True)}
+    if all(plan.expert == 1 for plan in plans):
+        del columns["expert"]
     rows = [tuple(cell(plan) for cell in columns.values()) for plan in fitting]
     names = [*columns]
     room = Table(
-        "a replica; weights and bytes of a token are of one device",
+        "a replica; weights and bytes of a token of one device, tokens/s of all, by bandwidth at most",
         names,
         rows,
         (names.index("weights"), names.index("cache")),
     )
     facts = [("of", f"{context:,} tokens, prompt and answer")]
     facts += [("fit", f"{len(fitting)} of {len(plans)} layouts and dtypes")] * (len(fitting) < len(plans))
-    bounds = []
-    for number in row_counts(chosen.rows):
-        times = (f"{1e3 * seconds:.2f}" for seconds in chosen.step_seconds(number))
-        bounds.append([f"{number:,}", *times, f"{chosen.tokens_per_second(number):,.0f}"])
-    headings = ("rows", "bandwidth, ms", "compute, ms", "collectives, ms", "tokens/s of all devices")
     layout = f"tensor {chosen.tensor}" + f", expert {chosen.expert}" * (chosen.expert > 1)
-    title = f"bounds of a step: {layout}, weights {chosen.weights}, cache {chosen.cache}"
-    blocks: list[Section | Table] = [("rows", facts), room, Table(title, headings, bounds, ())]
     lines = [("settings of serve", shlex.join(chosen.flags))]
     if chosen.memory_share < CACHE_SHARE:
         lines.append(("memory_share", f"temporaries of a step need {chosen.buffer_bytes / GIB:.1f} GiB"))
-    blocks.append(("of this layout", lines))
+    fastest = f"{layout}, weights {chosen.weights}, cache {chosen.cache}"
+    blocks: list[Section | Table] = [("rows", facts), room, (fastest, lines)]
     return Report(f"text generation on {run.devices} x {run.device.name}, by formula", blocks)
-
-
-def compiled_steps_table(steps: Sequence[Any]) -> Table:
-    """Memory of compiled steps: `megajax.planning.program.serving_step.StepPlan`s."""
-    rows = []
-    for step in steps:
-        plan, sizes = step.serving, (step.arguments, step.temporary, step.outputs)
-        layout = f"tensor {plan.tensor}, expert {plan.expert}, {plan.weights}, {plan.cache}"
-        share = f"{1 - step.temporary / max(1, plan.run.usable_gib * GIB - plan.held_bytes):.2f}"
-        cells = [f"{size / GIB:.2f}" for size in sizes]
-        fits = "yes" if step.fits else f"NO, of {plan.run.usable_gib:.2f}"
-        rows.append([layout, step.bucket, *cells, f"{step.peak_gib:.2f}", fits, share])
-    names = (
-        "layout, weights, cache",
-        "step",
-        "arguments",
-        "temporary",
-        "outputs",
-        "peak",
-        "fits",
-        "memory_share up to",
-    )
-    return Table("compiled steps, GiB of one device", names, rows, (0, 1, 6))
 
 
 def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report, dict[str, Any]]:

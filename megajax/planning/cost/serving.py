@@ -1,10 +1,10 @@
-"""Text generation by formulas: weights on a device, the tokens of cache beside them, and bounds of the speed.
+"""Text generation by formulas: weights on a device, the tokens of cache beside them, and a bound of the speed.
 
 `expert` devices share the experts of a mixture, each times `tensor` devices; all other weights have a copy on each of
 them, which has rows of its own. All replicas step together.
 
-A bound is what the memory bandwidth or the matmul peak of the data sheet allows at most. A step reads each weight once,
-whatever the number of rows; of experts, those that the rows choose in the mean.
+The bound is what the memory bandwidth of the data sheet allows at most. A step reads each weight once, whatever the
+number of rows; of experts, those that the rows choose in the mean.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,10 @@ from math import floor
 from typing import Any
 
 from megajax.compiled.gpus import GIB, MOST_DEVICES
-from megajax.compiled.links import Span, seconds
 from megajax.config.errors import UserError
 from megajax.inference.config import InferenceParallelConfig
 from megajax.layers.cache_spec import stored_leaves
-from megajax.layers.facts import CUT_AXES, Elements, Matmul, Norm, total_size
+from megajax.layers.facts import CUT_AXES, Matmul, Norm, total_size
 from megajax.planning.cost.description import BYTES, Description
 
 CACHE_SHARE = 0.9
@@ -46,10 +45,6 @@ class Serving:
     """Dtype of the cache, or int8 or fp8."""
     context: int
     """Tokens of a row."""
-    adapters: int = 0
-    """Slots of adapters."""
-    adapter_rank: int = 16
-    """Rank of a slot."""
 
     @property
     def tensor(self) -> int:
@@ -112,24 +107,6 @@ class Serving:
         return sum(layers * self.cached(mixer, "row") for mixer, layers in self.mixers)
 
     @cached_property
-    def adapter_bytes(self) -> float:
-        """Bytes of the slots: A and B of each matrix of the blocks but experts and routers."""
-        total = 0.0
-        for tower in self.run.towers:
-            for block in tower.blocks:
-                routers = {Elements(replicated=size) for facts in block.experts for size in (facts.experts, 1)}
-                for matmul in block.matmuls:
-                    if matmul.experts == 1 and matmul.outputs not in routers:
-                        sides = matmul.weights * matmul.inputs.local(self.tensor) + matmul.outputs.local(self.tensor)
-                        total += tower.repeats * sides
-        return total * self.adapters * self.adapter_rank * self.run.width
-
-    @cached_property
-    def held_bytes(self) -> float:
-        """Bytes of weights and slots of adapters."""
-        return self.weight_bytes + self.adapter_bytes
-
-    @cached_property
     def buffer_bytes(self) -> float:
         """Bytes of temporaries of the largest step by default: buffers of experts, which have room for all tokens of
         all replicas along `expert`, and logits. Of an expert's tensors, programs hold the largest and one of its width;
@@ -147,13 +124,13 @@ class Serving:
     def memory_share(self) -> float:
         """The value of inference.memory_share: CACHE_SHARE, or less where the temporaries of a step need more than the
         rest."""
-        left = self.run.usable_gib * GIB - self.held_bytes
+        left = self.run.usable_gib * GIB - self.weight_bytes
         return 0.0 if left <= 0 else max(0.0, min(CACHE_SHARE, floor(100 * (1 - self.buffer_bytes / left)) / 100))
 
     @property
     def room(self) -> float:
         """Bytes for the cache."""
-        return max(0.0, self.memory_share * (self.run.usable_gib * GIB - self.held_bytes))
+        return max(0.0, self.memory_share * (self.run.usable_gib * GIB - self.weight_bytes))
 
     @property
     def tokens(self) -> int | None:
@@ -173,7 +150,7 @@ class Serving:
 
     def step_bytes(self, rows: int) -> float:
         """Bytes that a step reads in which each row generates one token."""
-        total = self.run.columns * self.run.towers[-1].hidden * self.run.width + self.adapter_bytes
+        total = self.run.columns * self.run.towers[-1].hidden * self.run.width
         for matmul, layers in self.matmuls:
             experts, tokens = matmul.experts * matmul.expert_shards, rows * matmul.expert_shards
             chosen = 1 - (1 - min(1.0, matmul.per_token / experts)) ** tokens
@@ -184,40 +161,10 @@ class Serving:
             total += rows * layers * (keys * self.cached(mixer, "token") + self.cached(mixer, "row"))
         return total
 
-    def token_flops(self, keys: float) -> float:
-        """Operations of the layers on a token that attends to so many keys."""
-        hidden, total = self.run.towers[-1].hidden, 0.0
-        for matmul, layers in self.matmuls:
-            total += layers * matmul.local_size(self.tensor) * matmul.per_token / matmul.experts
-        for mixer, layers in self.mixers:
-            total += layers * mixer.kernel_work(hidden, keys).multiply_adds / self.tensor
-        return 2 * total
-
-    def step_seconds(self, rows: int) -> tuple[float, float, float]:
-        """Seconds of a step: by bandwidth, by compute, and in collectives."""
-        run, device, hidden = self.run, self.run.device, self.run.towers[-1].hidden
-        compute = rows * (self.token_flops(self.context) + 2 * run.columns * hidden)
-        parts = sum(tower.repeats * block.parts for tower in run.towers for block in tower.blocks)
-        span = Span.along(["tensor"], run.sizes, run.per_node)
-        collectives = (parts + 1) * seconds("all-reduce", rows * hidden * run.width, span, device)
-        for tower in run.towers:
-            for facts in (facts for block in tower.blocks for facts in block.experts):
-                for message in facts.collectives(rows, run.spread):
-                    if "expert" in message.axes:
-                        span, size = Span.along(message.axes, run.sizes, run.per_node), message.elements * run.width
-                        collectives += tower.repeats * message.forward * seconds(message.kind, size, span, device)
-        return self.step_bytes(rows) / device.bandwidth, compute / device.peak_of(run.dtype), collectives
-
-    def tokens_per_second(self, rows: int) -> float:
-        """Bound of all replicas, with so many rows in each."""
-        bandwidth, compute, collectives = self.step_seconds(rows)
-        return self.run.replicas * rows / (max(bandwidth, compute) + collectives)
-
     @property
-    def first_token_seconds(self) -> float:
-        """Bound of a prompt of `context` tokens."""
-        compute = self.context * self.token_flops(self.context / 2) / self.run.device.peak_of(self.run.dtype)
-        return max(compute, self.step_bytes(1) / self.run.device.bandwidth)
+    def tokens_per_second(self) -> float:
+        """Bound of all replicas, with as many rows in each as fit."""
+        return self.run.replicas * self.rows * self.run.device.bandwidth / self.step_bytes(self.rows)
 
     @property
     def flags(self) -> list[str]:
@@ -227,20 +174,16 @@ class Serving:
         settings |= {"inference.cache_dtype": self.cache} if self.cache != self.run.dtype else {}
         settings |= {"model.quantization": f"{{weights: {self.weights}}}"} if self.weights in WEIGHT_WIDTHS else {}
         settings |= {"inference.length": self.context} if self.context != self.run.sections[-1].length else {}
-        if self.adapters:
-            settings |= {"inference.adapters": self.adapters, "inference.adapter_rank": self.adapter_rank}
         settings |= {"inference.memory_share": f"{self.memory_share:g}"} if self.memory_share < CACHE_SHARE else {}
         return [f"--{name}={value}" for name, value in settings.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as printed by --json."""
         names = (
-            *("tensor", "expert", "weights", "cache", "context", "adapters", "adapter_rank", "weight_bytes"),
-            *("adapter_bytes", "buffer_bytes", "memory_share", "token_bytes", "row_bytes", "tokens", "rows"),
+            *("tensor", "expert", "weights", "cache", "context", "weight_bytes", "buffer_bytes", "memory_share"),
+            *("token_bytes", "row_bytes", "tokens", "rows", "tokens_per_second", "flags"),
         )
-        speeds = {rows: self.tokens_per_second(rows) for rows in row_counts(self.rows)}
-        figures = {name: getattr(self, name) for name in (*names, "first_token_seconds")}
-        return figures | {"replicas": self.run.replicas, "tokens_per_second": speeds, "flags": self.flags}
+        return {name: getattr(self, name) for name in names} | {"replicas": self.run.replicas}
 
 
 def dtypes_of(run: Description) -> list[tuple[str, str]]:
@@ -252,41 +195,30 @@ def demand_room(plans: Sequence[Serving]) -> list[Serving]:
     """The plans with room for a row. Raises UserError if there is none."""
     if fitting := [plan for plan in plans if plan.rows]:
         return fitting
-    plan = min(plans, key=lambda plan: plan.held_bytes)
+    plan = min(plans, key=lambda plan: plan.weight_bytes)
     run, more = plan.run, 2 * plan.run.devices
-    needs = f"{plan.weight_bytes / GIB:.1f} GiB of weights" + (
-        f" and {plan.adapter_bytes / GIB:.1f} GiB of adapters" if plan.adapters else ""
-    )
-    slots = {"adapters": plan.adapters, "adapter_rank": plan.adapter_rank}
-    while more < MOST_DEVICES and not any(layout.rows for layout in servings(run, more, plan.context, **slots)):
+    while more < MOST_DEVICES and not any(layout.rows for layout in servings(run, more, plan.context)):
         more *= 2
     row = (plan.context * plan.token_bytes + plan.row_bytes) / GIB
-    smallest = f"tensor {plan.tensor} x expert {plan.expert} with {plan.weights} weights, has {needs} on each device"
+    smallest = f"tensor {plan.tensor} x expert {plan.expert} with {plan.weights} weights"
+    needs = f"{plan.weight_bytes / GIB:.1f} GiB of weights"
     raise UserError(
         f"no layout on {run.devices} x {run.device.name} has room for a row of {plan.context:,} tokens, which takes "
-        f"{row:.2f} GiB\nThe smallest, {smallest}, of which {run.usable_gib:.1f} GiB are usable\n"
-        f"Use {more} devices, GPUs with more memory, a shorter --context, or fewer --adapters"
+        f"{row:.2f} GiB\nThe smallest, {smallest}, has {needs} on each device, of which {run.usable_gib:.1f} GiB are "
+        f"usable\nUse {more} devices, GPUs with more memory, or a shorter --context"
     )
 
 
 def by_preference(fitting: Sequence[Serving]) -> list[Serving]:
     """These plans, those with the widest dtypes of weights and cache first, and of equal ones the fastest."""
     dtypes = dtypes_of(fitting[0].run)
-    return sorted(fitting, key=lambda plan: (dtypes.index(plan.dtypes), -plan.tokens_per_second(plan.rows)))
+    return sorted(fitting, key=lambda plan: (dtypes.index(plan.dtypes), -plan.tokens_per_second))
 
 
-def row_counts(most: int) -> list[int]:
-    """Powers of 4 below `most`, and `most`; at most 4096."""
-    return sorted({*(4**n for n in range(6) if 4**n < most), min(most, 4**6)} - {0})
-
-
-def servings(
-    run: Description, devices: int, context: int, *, adapters: int = 0, adapter_rank: int = 16
-) -> list[Serving]:
+def servings(run: Description, devices: int, context: int) -> list[Serving]:
     """Every layout that divides the model, with every dtype of weights and cache, also those that do not fit.
 
-    run: of any layout; adapters, adapter_rank: as in `Serving`. Raises UserError for a model that does not generate
-    text, and where no layout divides it.
+    run: of any layout. Raises UserError for a model that does not generate text, and where no layout divides it.
     """
     run.model.cache_leaves(1)
     plans, blocks, hidden = [], run.sections[-1].stack.pattern, run.sections[-1].hidden
@@ -299,7 +231,7 @@ def servings(
             continue
         shares = {"tensor": tensor, "expert": expert, "data": devices // (tensor * expert)}
         layout = replace(run, parallel=InferenceParallelConfig(**shares).layout())
-        plans += [Serving(layout, *dtypes, context, adapters, adapter_rank) for dtypes in dtypes_of(run)]
+        plans += [Serving(layout, *dtypes, context) for dtypes in dtypes_of(run)]
     if not plans:
         raise UserError(f"the model's heads can't be divided over {devices} devices in nodes of {run.per_node}")
     return plans
