@@ -4,9 +4,9 @@
 #   benchmarks/gpu_check.sh                       the first list of parts, within 570 s
 #   PARTS=second benchmarks/gpu_check.sh          the second list; also third, more, layers, recurrences, recipes, first,second, all
 #   LIST=1 benchmarks/gpu_check.sh                print all parts with their time limits, run nothing
-#   ONLY='fp8|peers' PARTS=all benchmarks/gpu_check.sh     parts whose names match
+#   ONLY='fp8|8192' PARTS=all benchmarks/gpu_check.sh      parts whose names match
 #   BUDGET=1500 benchmarks/gpu_check.sh           total seconds; parts that do not fit are skipped
-#   PYTHON=.venv/bin/python TORCH_PYTHON=/path/to/python benchmarks/gpu_check.sh     default: python3 for both
+#   PYTHON=.venv/bin/python benchmarks/gpu_check.sh        default: python3
 #   COMMIT=1a2b3c4 benchmarks/gpu_check.sh        commit in the results, for a copy of the tree without history
 #   TINY=1 benchmarks/gpu_check.sh                every part at tiny sizes on CPU; the default without a GPU
 #

@@ -3,9 +3,8 @@
 Must run on Python 3.11, which the Python with torch may be.
 """
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,34 +75,6 @@ def readings_in(call: Callable[[], Any], wait: Wait, *, seconds: float, groups: 
     estimate = timed(call, 1, wait)
     size = max(1, round(seconds / groups / max(estimate, 1e-9)))
     return Spread.of([timed(call, size, wait) for _ in range(groups)])
-
-
-def alternate(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds that each call returns, by name. The calls take turns, so that other load affects all of them.
-
-    The first round warms up and is dropped.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            reading = call()
-            if number:
-                seconds[name].append(reading)
-    return seconds
-
-
-def ratios(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> dict[str, float]:
-    """Time of one call of `alternate` relative to another, by the medians and by the fastest rounds."""
-    of, over = seconds[name], seconds[base]
-    return {
-        "ratio_of_medians": round(statistics.median(of) / statistics.median(over), 4),
-        "ratio_of_fastest": round(min(of) / min(over), 4),
-    }
-
-
-def milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """The readings of `alternate` for a file of figures."""
-    return {f"{name}_ms": [round(1e3 * value, 2) for value in values] for name, values in seconds.items()}
 
 
 def best(function: Callable[[], Any], repeats: int = 3, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -16,7 +16,6 @@ from benchmarks.outcome import rounded
 from benchmarks.stopwatch import best
 from megajax.batch import SAMPLE, Leaf
 from megajax.data.chat.config import ChatConfig
-from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.rows.blend import weighted_index
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.loader import Loader
@@ -26,12 +25,10 @@ from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.gpt_index import IndexRequest, build_index
 from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter
 from megajax.models.decoder.config import text_schema
-from megajax.models.presets.encoders import bert, t5
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 VOCABULARY = 50_000
 REPEATS = 3
-MASKED_VOCABULARY, SENTINELS, PIECES = 30_624, 100, 6000
 
 
 def data(*, tokens: int = 60_000_000, sequence_length: int = 2048, rows: int = 32) -> dict[str, Any]:
@@ -156,42 +153,3 @@ def chat_speed(length: int, folder: Path) -> dict[str, float]:
         "packing_conversations_per_second": len(lengths) / best(lambda: best_fit(lengths, length), 1),
         "packing_share": lengths.sum() / (length * len(best_fit(lengths, length))),
     }
-
-
-def masked_data(*, rows: int = 2000) -> dict[str, Any]:
-    """Rows for BERT and T5 per second and core, of 128 and 512 tokens, from a file of random sentences."""
-    random, specials = np.random.default_rng(0), {"cls": 101, "sep": 102, "mask": 103}
-    # A fifth of the vocabulary is pieces that continue words.
-    continues = np.zeros(MASKED_VOCABULARY, bool)
-    continues[20_000 : 20_000 + PIECES] = True
-    tokenizer = SimpleNamespace(
-        vocabulary_size=MASKED_VOCABULARY,
-        continues=continues,
-        specials=specials | {"bos": MASKED_VOCABULARY - 102, "eos": MASKED_VOCABULARY - 101},
-        sentinels=range(MASKED_VOCABULARY - SENTINELS, MASKED_VOCABULARY),
-        pad=0,
-        identity="rows",
-    )
-    speeds: dict[str, Any] = {"rows": rows}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
-        prefix = Path(folder) / "corpus"
-        with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
-            for _ in range(5000):  # documents of 5 to 60 sentences of 8 to 50 tokens
-                sizes = random.integers(8, 50, random.integers(5, 60))
-                sentences = [random.integers(1000, MASKED_VOCABULARY - 102, size) for size in sizes]
-                writer.add_document([sentence.astype(np.uint16) for sentence in sentences])
-        config: dict[str, Any] = {"paths": (str(prefix),), "split": "1"}
-        for length in (128, 512):
-            kinds = {
-                "bert": (MaskedSentencesConfig(**config), bert("base", sequence_length=length)),
-                "t5": (MaskedSpansConfig(**config), t5("base", encoder_length=length)),
-            }
-            for name, (masked, model) in kinds.items():
-                request: dict[str, Any] = {"tokenizer": tokenizer, "schema": model.schema(), "seed": 1}
-                source = masked.build(rows=Rows(REPEATS * rows), **request).train
-                following = iter(range(REPEATS * rows))
-                work = lambda source=source, rest=following: [source[next(rest)] for _ in range(rows)]  # noqa: E731
-                seconds = best(work, REPEATS, time.thread_time)
-                speeds[f"{name}_{length}_rows_per_second_and_core"] = rounded(rows / seconds)
-    return speeds

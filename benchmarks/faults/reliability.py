@@ -15,7 +15,6 @@ from typing import Any
 
 from benchmarks.faults.supervised_run import SMALL, SupervisedRun, alive, kill
 from benchmarks.outcome import ROOT
-from benchmarks.processes import memory
 from megajax.faults.activity import Activity
 from megajax.faults.watchdog import WatchdogConfig
 from megajax.job.faults.hang import Pulse
@@ -218,8 +217,9 @@ def leaks(*, steps: int = 4000) -> dict[str, Any]:
 def _sample(pid: int) -> dict[str, int] | None:
     status = Path(f"/proc/{pid}/status")
     try:
-        threads = int(status.read_text().partition("Threads:")[2].split()[0])
+        text = status.read_text()
+        kib, threads = (int(text.partition(name)[2].split()[0]) for name in ("VmRSS:", "Threads:"))
         descriptors = len(list(status.with_name("fd").iterdir()))
-        return {"MiB": memory(pid)["VmRSS"] // 2**20, "threads": threads, "descriptors": descriptors}
-    except (OSError, KeyError, IndexError):
+        return {"MiB": kib // 1024, "threads": threads, "descriptors": descriptors}
+    except (OSError, IndexError):
         return None

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -115,13 +114,3 @@ def alive(pid: int) -> bool:
 def kill(run: SupervisedRun, rank: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a rank."""
     os.kill(run.ranks()[rank], number)
-
-
-def damage(step: Path, draw: random.Random) -> str:
-    """Flip one bit of one array file of a committed checkpoint. Returns the file."""
-    files = sorted(path for path in (step / "arrays").rglob("*") if path.is_file() and path.stat().st_size > 4096)
-    path = draw.choice(files)
-    content = bytearray(path.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    path.write_bytes(bytes(content))
-    return str(path.relative_to(step))

@@ -32,7 +32,7 @@ GRACE = 10
 """Seconds between the interrupt of a step and its kill."""
 TIMED_OUT = 124
 """Exit code of a step that exceeded its limit, as of `timeout`."""
-OPTIONAL = ("grain", "orbax.checkpoint", "array_record", "tyro", "tensorboardX", "zstandard", "torch", "xprof")
+OPTIONAL = ("grain", "orbax.checkpoint", "array_record", "tyro", "tensorboardX", "zstandard", "xprof")
 SMI = ["nvidia-smi", "--format=csv,noheader"]
 
 
@@ -45,7 +45,6 @@ class Check:
     out: Path
     budget: float
     python: str
-    torch_python: str
     folder: Path
     """The folder of the steps' figures."""
     results: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class Check:
         limit = min(step.limit * (TINY_PATIENCE if self.tiny else 1), remaining)
         print(f"\n######## {step.name} (at most {limit:.0f} s, {remaining:.0f} s left)", flush=True)
         json_file = self.folder / f"{step.name}.json"
-        places = {"json": json_file, "folder": self.folder, "out": self.out, "torch_python": self.torch_python}
+        places = {"json": json_file, "folder": self.folder, "out": self.out}
         started = time.monotonic()
         command = step.command(self.python, {name: str(place) for name, place in places.items()}, tiny=self.tiny)
         code = exit_code(command, limit, self.environment())
@@ -134,7 +133,7 @@ def written_by(step: Step, json_file: Path) -> dict[str, Any]:
 def exit_code(command: list[str], limit: float, environment: dict[str, str]) -> int:
     """The exit code of a program. It is interrupted at its limit and killed, with all its children, GRACE later.
 
-    On the interrupt, pytest prints its failures and `peers` ends the other trainer.
+    On the interrupt, pytest prints its failures.
     """
     running = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
@@ -199,8 +198,7 @@ def gpu_check() -> dict[str, Any]:
     # A shell that starts this in the background makes it and its children ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
-        torch_python = variables.get("TORCH_PYTHON") or sys.executable
-        check = Check(gpu, out, budget, sys.executable, torch_python, Path(folder))
+        check = Check(gpu, out, budget, sys.executable, Path(folder))
         if (lists, only) != ("first", ".") and check.file.is_file():
             check.results = json.loads(check.file.read_text())["parts"]
         for step in steps:

@@ -38,14 +38,6 @@ def _train_step(figures: Any) -> Figures:
     }
 
 
-def _peers(figures: Any) -> Figures:
-    ratios = figures["ours_over_torch"]
-    return _train_step(figures["ours"]) | {
-        "tokens/s over torch's": ratios["tokens_per_second"],
-        "peak memory over torch's": ratios["peak_memory"],
-    }
-
-
 def _kernels(figures: Any) -> Figures:
     by_name: Figures = {}
     for row in (row for rows in figures["parts"].values() for row in rows):
@@ -67,7 +59,6 @@ READERS: Mapping[str, Callable[[Any], Figures]] = {
         "idle ms a step": figures["idle"],
         "exposed ms": figures["exposed"],
     },
-    "peers": _peers,
     "tests": lambda figures: {name: figures[name] for name in ("failed", "passed", "skipped")},
     "kernels": _kernels,
     "calibrate": lambda figures: {name: value for name, value in figures["constants"].items() if name in CONSTANTS},

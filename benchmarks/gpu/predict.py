@@ -49,7 +49,7 @@ def predict() -> dict[str, Any]:
 def predicted(step: Step, name: str, *, tiny: bool) -> Predicted:
     """The figures of one step on devices of the cost model."""
     match step.kind:
-        case "mfu" | "peers":
+        case "mfu":
             return train_step(step, name, tiny=tiny)
         case "trace":
             (traced,) = (step for step in ALL if any("--trace=" in word for word in step.program))

@@ -1,20 +1,17 @@
 """The steps of gpu_check with their time limits, in lists that each fit into one call of ten minutes.
 
 Each step has sizes for a GPU and tiny sizes for a CPU; both run the same command. In a command, {json} is the file of
-the step's figures, {folder} its folder, {out} the folder of results, and {torch_python} the Python with torch. Imports
-neither jax nor megajax.
+the step's figures, {folder} its folder, and {out} the folder of results. Imports neither jax nor megajax.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-type Kind = Literal["device", "mfu", "trace", "peers", "tests", "kernels", "calibrate", "experts", "schedules"]
+type Kind = Literal["device", "mfu", "trace", "tests", "kernels", "calibrate", "experts", "schedules"]
 
 BUDGET = 570
 """Seconds of one call: commands on a lent machine are ended after 600."""
-TORCH_SECONDS = 200
-"""Maximum seconds of PyTorch, of the 300 of a comparison."""
 TRACE = "{out}/llama_3b.xplane.pb.gz"
 BENCHMARKS = ("-m", "benchmarks")
 
@@ -58,19 +55,6 @@ def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...
         # A step takes about two seconds, and there are six besides the timed ones.
         real=(f"--config=bench.py:{config}", "--steps=6", *sizes),
         tiny=(f"--config=bench.py:{tiny}", "--steps=2", "--precision.compute=bfloat16"),
-    )
-
-
-def _peers(name: str, config: str, tiny: str = "debug") -> Step:
-    # No variant is started after this time, and the last is ended after twice this time.
-    seconds = f"--torch-seconds={TORCH_SECONDS // 2}"
-    return Step(
-        name=f"peers_{name}",
-        kind="peers",
-        limit=300,
-        program=(*BENCHMARKS, "peers", "--json={json}", "--torch-python={torch_python}"),
-        real=(f"--config=bench.py:{config}", "--steps=6", seconds),
-        tiny=(f"--config=bench.py:{tiny}", "--steps=2", "--torch-seconds=300", "--devices=cpu"),
     )
 
 
@@ -138,7 +122,7 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
         DEVICE,
         _mfu("llama_3b_4096", 140, "llama_3b", shared=(f"--trace={TRACE}",)),
         TRACE_SUMMARY,
-        _peers("llama_1b_4096", "llama_1b"),
+        _mfu("llama_1b_4096", 80, "llama_1b"),
         _tests("training", 100, "tests", "--ignore=tests/kernels"),
     ),
     "second": (
@@ -158,7 +142,6 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
         _mfu("llama_1b_4096_recompute_none", 70, "llama_1b", shared=("--model.recompute=none",)),
     ),
     "more": (
-        _peers("gpt_1_3b_2048", "gpt_1_3b", tiny="debug_gpt"),
         _mfu("gpt_1_3b_8192", 90, "gpt_1_3b", *_long(4), tiny="debug_gpt"),
         _mfu("llama_1b_2048", 80, "llama_1b", *ROWS_OF_2048),
         _mfu("llama_1b_8192", 90, "llama_1b", *_long(4)),

@@ -1,9 +1,7 @@
-"""Text generation: speed relative to the bandwidth bound and to transformers."""
+"""Text generation: speed relative to the bandwidth bound, and with drafts."""
 
 import json
-import os
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -33,39 +31,18 @@ from megajax.precision.config import PrecisionConfig
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
          "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512}  # fmt: skip
 """The model in the names of transformers: 82 million weights, 327 MB, many times the caches of a processor."""
-BATCH, PROMPT, LONG, ANSWER, LENGTH, BLOCK, CHUNK, SPECULATE = 8, 64, 256, 64, 512, 16, 64, 4
-PEER = """
-import json, sys, time
-import torch
-from transformers import LlamaForCausalLM
-torch.set_num_threads(int(sys.argv[2]))
-model, cases = LlamaForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval(), []
-for prompts, answer in json.loads(sys.argv[3]):
-    prompts, taken = torch.tensor(prompts), []
-    args = dict(do_sample=False, min_new_tokens=answer, max_new_tokens=answer, attention_mask=torch.ones_like(prompts))
-    with torch.inference_mode():
-        for _ in range(4):
-            start = time.perf_counter(), time.process_time()
-            out = model.generate(prompts, **args)
-            taken.append((time.perf_counter() - start[0], time.process_time() - start[1]))
-    cases.append({"seconds": taken[1:], "tokens": out[:, prompts.shape[1]:].tolist()})
-print(json.dumps(cases))
-"""
+BATCH, PROMPT, ANSWER, LENGTH, BLOCK, CHUNK, SPECULATE = 8, 64, 64, 512, 16, 64, 4
 
 
-def inference(*, torch_python: Path | None = None) -> dict[str, Any]:
-    """Text generation on this machine: speed relative to the bandwidth bound and to transformers.
+def inference() -> dict[str, Any]:
+    """Text generation on this machine: speed relative to the bandwidth bound, and with drafts.
 
     The model is a Llama with random weights in float32 and the tiled kernel. Ratios compare runs on the same cores.
 
-    bound         tokens/s of 8 rows relative to the bound by memory bandwidth, which is measured in the same run. A
-                  step reads all weights and the cache of its rows.
-    transformers  speed relative to `generate` of transformers with the same weights, greedy: 8 rows, one row, and long
-                  prompts with one token each; by the clock, and in processor seconds, which other load on the machine
-                  changes little. The tokens must be equal. Needs --torch-python, a Python with torch and transformers.
-
-    speculation   tokens/s and steps of one request, with drafts of SPECULATE tokens and without. Text of 8 different
-                  tokens, which repeats itself. The tokens must be equal.
+    bound        tokens/s of 8 rows relative to the bound by memory bandwidth, which is measured in the same run. A
+                 step reads all weights and the cache of its rows.
+    speculation  tokens/s and steps of one request, with drafts of SPECULATE tokens and without. Text of 8 different
+                 tokens, which repeats itself. The tokens must be equal.
 
     `serving_load` measures a server under load.
     """
@@ -77,8 +54,6 @@ def inference(*, torch_python: Path | None = None) -> dict[str, Any]:
         eight = engine_of(model)
         figures["bound"] = bound(model, eight)
         figures["speculation"] = speculation(model)
-        if torch_python is not None:
-            figures["transformers"] = transformers(model, torch_python, folder)
     return figures
 
 
@@ -226,31 +201,3 @@ def speculation(model: LoadedModel) -> dict[str, Any]:
     accepted = {"drafted": counts.drafted_tokens_total, "accepted": counts.accepted_tokens_total}
     ratio = found["with"]["tokens_per_second"] / found["without"]["tokens_per_second"]
     return {**found, **accepted, "tokens_equal": tokens[0] == tokens[1], "ratio": ratio}
-
-
-def transformers(model: LoadedModel, python: Path, folder: Path) -> dict[str, Any]:
-    """Speed relative to `generate` of transformers, one after the other; prompts included."""
-    cases = {"eight_rows": (BATCH, PROMPT, ANSWER), "one_row": (1, PROMPT, ANSWER), "prompts": (BATCH, LONG, 1)}
-    asked = [(prompts_of(2, rows, length), answer) for rows, length, answer in cases.values()]
-    command = [str(python), "-c", PEER, str(folder), str(os.cpu_count()), json.dumps(asked)]
-    # Its idle threads would spin on cores that others use.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    figures: dict[str, Any] = {}
-    for (name, (rows, length, answer)), (prompts, _), peer in zip(
-        cases.items(), asked, json.loads(output.splitlines()[-1]), strict=True
-    ):
-        engine = engine_of(model, rows=max(2, rows), chunk=512 if name == "prompts" else CHUNK)
-        tokens = decode_seconds(engine, prompts, answer)[1]
-        # New prompts, which are not in the cache.
-        own = [decode_seconds(engine, prompts_of(seed, rows, length), answer)[0] for seed in (3, 4, 5)]
-        ours, theirs = (np.median(np.array(seconds), axis=0) for seconds in (own, peer["seconds"]))
-        equal_tokens = int((np.array(tokens) == np.array(peer["tokens"])).sum())
-        figures[name] = {
-            "tokens_equal": f"{equal_tokens} of {rows * answer}",
-            "seconds": round(float(ours[0]), 3),
-            "transformers_seconds": round(float(theirs[0]), 3),
-            "ratio": round(float(theirs[0] / ours[0]), 3),
-            "ratio_of_processor_seconds": round(float(theirs[1] / ours[1]), 3),
-        }
-    return figures

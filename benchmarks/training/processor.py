@@ -13,21 +13,16 @@ from typing import Any
 import numpy as np
 
 import megajax as mj
-from benchmarks.stopwatch import WARM_UP
-from benchmarks.training.peers import (
-    agree,
-    demand_torch,
-    measure_ours,
-    measure_torch,
-    optimizer_of,
-    spec_of,
-    torch_environment,
-)  # fmt: skip
+from benchmarks.outcome import ROOT
+from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.display.banner import plain
 from megajax.interop.huggingface.format import family_for, write_model
 
-WAYS = {"none": "eager", "blocks": "compiled blocks", "whole": "compiled whole"}
+PACKAGES = {"torch": "torch", "transformers": "transformers", "megatron-core": "megatron.core"}
+"""Peer of training/torch_peers.py -> the package that it needs."""
+TOLERANCE = 1e-4
+"""Largest difference of a loss of the first steps."""
 
 
 def processor(
@@ -42,11 +37,10 @@ def processor(
     llama_30m    8 Llama layers of 512, 4 rows of 256 tokens, 8,192 ids
     mixtral_20m  4 Mixtral layers of 256, 8 experts of which each token takes 2, 4 rows of 128 tokens, 8,192 ids
 
-    PyTorch runs training/torch_baseline.py: eager, with compiled blocks, compiled as a whole, and with a loss in
-    chunks; of the mixture, the model of transformers, eager and compiled. If that Python has megatron-core, its
-    GPTModel without Transformer Engine trains the others too. All start from the same weights and train the same
-    batch; the losses of the first steps must agree. Processes take turns, and processor seconds count, so other load on
-    the machine matters little.
+    The peers are those of training/torch_peers.py: PyTorch, eager and compiled as a whole; of the mixture, the model of
+    transformers; and Megatron-Core's GPTModel without Transformer Engine, if that Python has it. All start from the
+    same weights and train the same batch; the losses of the first steps must agree. Processes take turns, and processor
+    seconds count, so other load on the machine matters little.
 
     --torch-python: the Python that has torch. --models: names, separated by commas. --steps: counted ones of each
     process. --rounds: processes of each trainer; the median of their ratios counts.
@@ -63,7 +57,10 @@ def processor(
     names = list(configs) if models == "all" else models.split(",")
     if unknown := set(names) - set(configs):
         raise UserError(f"--models: there is no {', '.join(sorted(unknown))}; there are {', '.join(configs)}")
-    demand_torch(torch_python)
+    if not has(torch_python, "torch"):
+        raise UserError(
+            f"torch: not installed for {torch_python}. Install torch and numpy there, or give --torch-python=FILE"
+        )
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Processes inherit the core.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -75,52 +72,102 @@ def processor(
 def compared(cfg: mj.RunConfig, torch_python: Path, steps: int, rounds: int) -> dict[str, Any]:
     """Seconds of each trainer in each round, and the ratios."""
     seconds: dict[str, list[float]] = {"megajax": []}
-    equal, megatron = True, has_megatron(torch_python)
+    mixture = isinstance(cfg.model.stack.pattern[0].mlp, mj.MoEConfig)
+    peers = [peer for peer in PACKAGES if (peer == "transformers") == mixture and has(torch_python, PACKAGES[peer])]
+    equal = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mixture = isinstance(cfg.model.stack.pattern[0].mlp, mj.MoEConfig)
-        paths = [folder / name for name in ("spec.json", "start.npz")]
+        spec_file, start, out = (folder / name for name in ("spec.json", "start.npz", "peer.json"))
         for turn in range(rounds):
-            own = measure_ours(cfg, folder, f"--steps={steps}")
-            spec = (optimizer_of(cfg) if mixture else spec_of(cfg)) | {
+            own = measure_ours(cfg, folder, steps)
+            spec = optimizer_of(cfg) | ({} if mixture else shape_of(cfg))
+            spec |= {
                 "learning_rates": own["learning_rates"],
                 "microbatches": own["run"]["microbatches"],
                 "timed_steps": steps,
-                "seconds": 600,
-                "warm_up": WARM_UP,
             }
-            paths[0].write_text(json.dumps(spec))
-            if mixture:
-                paths[1] = write_for_transformers(cfg.model, folder / f"transformers_{turn}")
+            spec_file.write_text(json.dumps(spec))
             seconds["megajax"].append(own["processor_seconds"])
-            baselines = (
-                ["transformers_baseline"] if mixture else ["torch_baseline", "megatron_baseline"][: 1 + megatron]
-            )
-            measurements = []
-            for baseline in baselines:
-                out = folder / f"{baseline}_{turn}.json"
-                program = [str(torch_python), "-m", f"benchmarks.training.{baseline}", *map(str, paths), str(out)]
-                measurements += measure_torch(program, out, torch_environment(), 1200)["variants"]
-            for measured in measurements:
-                variant = measured["variant"]
-                if "error" in measured:
-                    print(f"torch, {variant}: {measured['error']}")
-                    continue
-                equal = equal and agree(own["losses"], measured["losses"], "float32")
-                way = WAYS.get(variant["compile"], variant["compile"])
-                seconds.setdefault(f"{way}, {variant['loss']} loss", []).append(measured["processor_seconds"])
+            began = write_for_transformers(cfg.model, folder / f"transformers_{turn}") if mixture else start
+            for peer in peers:
+                program = [str(torch_python), "-m", "benchmarks.training.torch_peers", peer]
+                run([*program, *map(str, (spec_file, began, out))], peer, OMP_WAIT_POLICY="PASSIVE")
+                for way, measured in json.loads(out.read_text()).items():
+                    if "error" in measured:
+                        print(f"{peer}, {way}: {measured['error']}")
+                        continue
+                    equal = equal and agree(own["losses"], measured["losses"])
+                    seconds.setdefault(f"{peer}, {way}", []).append(measured["processor_seconds"])
     ratios = {
         name: round(statistics.median(own / other for own, other in zip(seconds["megajax"], taken, strict=True)), 3)
         for name, taken in seconds.items()
         if name != "megajax"
     }
-    eager = ratios["eager, whole loss"]
-    return {"eager": eager, "best": max(ratios.values()), "ratios": ratios, "seconds": seconds, "equal_work": equal}
+    return {"best": max(ratios.values()), "ratios": ratios, "seconds": seconds, "equal_work": equal}
 
 
-def has_megatron(python: Path) -> bool:
-    """Whether that Python has megatron-core."""
-    return subprocess.run([str(python), "-c", "import megatron.core"], check=False, capture_output=True).returncode == 0
+def has(python: Path, package: str) -> bool:
+    """Whether that Python has a package. Raises UserError if it can't be started."""
+    try:
+        return (
+            subprocess.run([str(python), "-c", f"import {package}"], check=False, capture_output=True).returncode == 0
+        )
+    except OSError as error:
+        raise UserError(f"--torch-python={python} can't be started: {error.strerror}") from error
+
+
+def agree(own: list[float], theirs: list[float]) -> bool:
+    """Whether the losses of the first steps agree within TOLERANCE."""
+    return all(abs(own_loss - peer_loss) <= TOLERANCE for own_loss, peer_loss in zip(own, theirs, strict=True))
+
+
+def measure_ours(cfg: mj.RunConfig, folder: Path, steps: int) -> dict[str, Any]:
+    """Figures of `mfu` in its own process, which leaves start.npz in the folder."""
+    config, file = folder / "config.yaml", folder / "ours.json"
+    config.write_text(to_yaml(cfg))
+    words = [f"--config={config}", f"--json={file}", f"--export={folder / 'start.npz'}", f"--steps={steps}"]
+    run([sys.executable, "-m", "benchmarks", "mfu", *words], "MegaJAX")
+    return json.loads(file.read_text())["figures"]
+
+
+def run(program: list[str], name: str, **environment: str) -> None:
+    """Run one trainer with its output shown. Raises UserError if it fails or takes too long."""
+    print(f"== {name}", flush=True)
+    try:
+        code = subprocess.run(program, check=False, env=os.environ | environment, timeout=1200, cwd=ROOT).returncode
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{name} was stopped after 1200 s") from error
+    if code:
+        raise UserError(f"{name} ended with code {code}")
+
+
+def shape_of(cfg: mj.RunConfig) -> dict[str, Any]:
+    """What a peer needs to know of a GPT or Llama, beside its weights."""
+    model, block = cfg.model, cfg.model.stack.pattern[0]
+    mixer: Any = block.mixer
+    norm: Any = model.norm
+    return {
+        "layers": model.stack.layers(),
+        "heads": mixer.heads,
+        "kv_heads": mixer.groups(),
+        "head_dim": mixer.size(model.hidden),
+        "gated": isinstance(block.mlp, mj.GatedMLPConfig),
+        "epsilon": norm.epsilon,
+        "rope_base": None if mixer.rope is None else mixer.rope.base,
+        "length": model.sequence_length,
+        "vocabulary": model.vocabulary_size,
+    }
+
+
+def optimizer_of(cfg: mj.RunConfig) -> dict[str, Any]:
+    """The settings of AdamW."""
+    optimizer: Any = cfg.optimizer
+    return {
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "adam_epsilon": optimizer.epsilon,
+        "weight_decay": optimizer.weight_decay,
+        "clip": optimizer.clip,
+    }
 
 
 def write_for_transformers(model: mj.DecoderConfig, target: Path) -> Path:
@@ -130,7 +177,7 @@ def write_for_transformers(model: mj.DecoderConfig, target: Path) -> Path:
     weights = Arrays({name: start[name] for name in start.files if not name.startswith("batch.")})
     kind: Any = np.dtype(np.float32)
     write_model(target, model, weights, family_for(model), dtype=kind, dtypes=lambda _: kind, recorded={}, names={})
-    np.savez(target / "batch.npz", tokens=start["batch.tokens"], labels=start["batch.labels"])
+    np.savez(target / "batch.npz", **{name: start[name] for name in start.files if name.startswith("batch.")})
     return target
 
 

@@ -47,7 +47,7 @@ def test_each_list_fits_into_a_call_and_three_into_a_lease() -> None:
 
 
 def test_all_placeholders_in_commands_are_replaced() -> None:
-    places = dict.fromkeys(("json", "folder", "out", "torch_python"), "HERE")
+    places = dict.fromkeys(("json", "folder", "out"), "HERE")
     for part in ALL:
         for tiny in (False, True):
             assert "{" not in " ".join(part.command("python", places, tiny=tiny))
@@ -63,7 +63,7 @@ def test_predictions_have_these_steps_and_figures() -> None:
         for part in predict.STEPS:
             expected = predict.predicted(part, "h200" if tiny else device, tiny=tiny)
             assert predictions[device][part.name].keys() == expected.keys(), part.name
-    trained = [part.name for part in predict.STEPS if part.kind in ("mfu", "peers")]
+    trained = [part.name for part in predict.STEPS if part.kind == "mfu"]
     # Hopper multiplies numbers in blocks in bfloat16, after rounding them.
     assert all(0.25 < predictions["h200"][name]["MFU causal"]["predicted"] < 0.9 for name in trained)
     for ranged in (value for name in trained for value in predictions["h200"][name].values()):
@@ -79,7 +79,7 @@ def quick(name: str, program: str, limit: int = 60, kind: gpu_steps.Kind = "devi
 
 def check(tmp_path: Path, **settings: Any) -> gpu_check.Check:
     python = sys.executable
-    places = {"out": tmp_path, "folder": tmp_path, "python": python, "torch_python": python}
+    places = {"out": tmp_path, "folder": tmp_path, "python": python}
     return gpu_check.Check(**{"gpu": "NVIDIA H200", "budget": 60.0, **places, **settings})
 
 

@@ -1,4 +1,4 @@
-"""Calibration, conversions, and what is compiled for virtual GPUs: figures, their files, and the tables of docs."""
+"""Calibration, and what is compiled for virtual GPUs: figures, their files, and the tables of docs."""
 
 import json
 import re
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.checkpoints.convert import convert
 from benchmarks.gpu import calibrate
-from benchmarks.kernels.compiled import HEADS, ROWS, attention_program, layers
 from benchmarks.outcome import ROOT
 from benchmarks.planning import accuracy as planner_accuracy
 from benchmarks.planning import compiled_peaks, shipped
@@ -25,9 +23,7 @@ from benchmarks.planning.compiled_peaks import (
     stored_figures,
     with_table,
 )
-from benchmarks.virtual_gpus import kernels
-from megajax.compiled.gpus import GPUS, prepare, read_device
-from megajax.config.errors import UserError
+from megajax.compiled.gpus import GPUS, read_device
 from megajax.planning.ranking import SIMPLER
 
 
@@ -53,36 +49,6 @@ def test_the_planner_reads_the_file_of_a_tiny_run(tmp_path: Path) -> None:
     calibration.write_text(yaml.safe_dump(constants | {"network": 1e9, "memory_gib": 16}))
     actual = read_device(calibration)
     assert actual.name == "cpu" and actual.peak > 0 and actual.bandwidth > 0 and actual.nvlink > 0
-
-
-LENGTH = 512
-SCORES = ROWS * HEADS * LENGTH**2 * 4
-"""Bytes of the scores of one attention."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "attentions"), [("bert", 1), ("t5", 2)])
-def test_encoder_and_decoder_layers_store_no_scores(name: str, attentions: int) -> None:
-    try:
-        prepare()
-    except UserError as error:
-        pytest.skip(str(error).splitlines()[0])
-    fused = attention_program(layers("cudnn")[name], LENGTH)
-    calls = {target: n for target, n in kernels(fused).items() if "fmha" in target or "triton" in target}
-    # Per attention, Pallas has a forward and two backward kernels for rows whose padding is not at their end.
-    expected = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 1, "__gpu$xla.gpu.triton": 3}
-    assert calls == {target: n * attentions for target, n in expected.items()}
-    plain = attention_program(layers("reference")[name], LENGTH)
-    assert not any("fmha" in target or "triton" in target for target in kernels(plain))
-    plain_bytes, fused_bytes = (p.memory_analysis().temp_size_in_bytes for p in (plain, fused))
-    assert plain_bytes - fused_bytes > attentions * SCORES
-
-
-@pytest.mark.slow
-def test_a_small_model_is_converted_back_within_the_memory_limit(tmp_path: Path) -> None:
-    figures = convert(size="debug", folder=tmp_path)
-    assert figures["tensors_equal"] and figures["within_allowed"]
-    assert 50 < figures["hugging_face_to_run"]["peak_private_megabytes"] < figures["allowed_megabytes"]
 
 
 def test_published_speeds_are_predicted() -> None:

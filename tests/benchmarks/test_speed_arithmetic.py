@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.roofline import Roof, roof_of
-from benchmarks.stopwatch import Spread, alternate, group_sizes, ratios, readings, readings_in
+from benchmarks.stopwatch import Spread, group_sizes, readings, readings_in
 from benchmarks.training import train_speed
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -115,11 +115,3 @@ def test_a_reading_waits_once_for_a_group() -> None:
     assert calls[:2] == ["call", "wait for out"]
     assert calls[2:] == (["call"] * 3 + ["wait for out"]) * 10
     assert readings_in(call, lambda out: None, seconds=1e-6, groups=4).readings == 4
-
-
-def test_alternatives_take_turns_after_a_warm_up() -> None:
-    turns: list[str] = []
-    calls = {name: lambda name=name: float(turns.append(name) or len(turns)) for name in "ab"}
-    assert alternate(calls, rounds=2) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
-    assert turns == ["a", "b"] * 3
-    assert ratios({"a": [2.0, 4.0], "b": [1.0, 3.0]}, "a", "b") == {"ratio_of_medians": 1.5, "ratio_of_fastest": 2.0}

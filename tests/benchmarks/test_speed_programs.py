@@ -20,8 +20,7 @@ from benchmarks.kernels import loss as loss_cases
 from benchmarks.kernels import measure as measuring
 from benchmarks.parts import PARTS
 from benchmarks.roofline import roof_of
-from benchmarks.training import peers
-from benchmarks.training.processor import compared, has_megatron, nanogpt
+from benchmarks.training import processor
 from megajax.config import load
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
@@ -123,52 +122,14 @@ def test_costs_of_attention() -> None:
     assert plain._replace(window=512).case().flops[0] == case.flops[0] / 4
 
 
-def test_the_spec_of_the_torch_baseline() -> None:
-    spec = peers.spec_of(load("bench.py:llama_1b"))
+def test_the_shape_that_peers_are_told() -> None:
+    spec = processor.shape_of(load("bench.py:llama_1b"))
     assert (spec["layers"], spec["heads"], spec["kv_heads"], spec["head_dim"]) == (16, 32, 8, 64)
     assert spec["gated"] and spec["rope_base"] == 500000.0 and spec["vocabulary"] == 128256
-    assert (spec["betas"], spec["weight_decay"], spec["clip"]) == ([0.9, 0.95], 0.1, 1.0)
-    spec = peers.spec_of(load("bench.py:gpt_1_3b"))
+    optimizer = processor.optimizer_of(load("bench.py:llama_1b"))
+    assert (optimizer["betas"], optimizer["weight_decay"], optimizer["clip"]) == ([0.9, 0.95], 0.1, 1.0)
+    spec = processor.shape_of(load("bench.py:gpt_1_3b"))
     assert not spec["gated"] and spec["rope_base"] is None and spec["kv_heads"] == 16
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("model.stack.pattern.0.mixer.window=8", "model.stack.pattern.0.mixer"),
-        ("model.stack.pattern.0.mlp.activation=gelu", "model.stack.pattern.0.mlp"),
-        ("model.dropout=0.1", "model"),
-        ("optimizer.type=Lion", "optimizer"),
-        ("optimizer.moments=bfloat16", "optimizer"),
-        ("parallel.tensor=2", "parallel"),
-        ("data.isolate_documents=true", "data.isolate_documents"),
-        ("precision.gradients=bfloat16", "precision"),
-    ],
-)
-def test_an_unsupported_config_is_refused(setting: str, message: str) -> None:
-    cfg = load("bench.py:debug", *(["optimizer.beta2=0.95"] * ("moments" in setting)), setting)
-    with pytest.raises(UserError, match=rf"does not support {message} of this config\."):
-        peers.spec_of(cfg)
-
-
-def _sides(*losses: float) -> tuple[dict, dict]:
-    speed = {"median": 300.0, "p10": 290.0, "p90": 310.0}
-    record = {"losses": [6.0, 5.9], "tokens_per_second_per_device": speed, "memory": {"peak_in_use": 50}}
-    variants = [
-        {"variant": {}, "losses": [loss, 5.9], "tokens_per_second": {"median": rate}, "peak_memory": 100}
-        for loss, rate in zip(losses, (200.0, 150.0), strict=False)
-    ]
-    return record, {"variants": [*variants, {"variant": {}, "error": "out of memory"}]}
-
-
-def test_ratios_are_relative_to_the_fastest_variant_with_equal_work() -> None:
-    actual = peers.compared(*_sides(6.0, 6.0), "float32")
-    assert actual["equal_work"] and actual["ours_over_torch"] == {"tokens_per_second": 1.5, "peak_memory": 0.5}
-    actual = peers.compared(*_sides(6.001, 6.0), "float32")
-    assert not actual["equal_work"] and actual["ours_over_torch"]["tokens_per_second"] == 2.0
-    assert peers.compared(*_sides(6.001, 6.0), "bfloat16")["equal_work"]
-    nothing = peers.compared(*_sides(), "bfloat16")
-    assert not nothing["equal_work"] and nothing["ours_over_torch"]["tokens_per_second"] is None
 
 
 def test_a_python_without_torch_is_refused_before_measuring(tmp_path: Path) -> None:
@@ -176,31 +137,21 @@ def test_a_python_without_torch_is_refused_before_measuring(tmp_path: Path) -> N
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     with pytest.raises(UserError, match="torch: not installed for"):
-        peers.peers(cfg=load("bench.py:debug"), torch_python=bare)
+        processor.processor(torch_python=bare)
     with pytest.raises(UserError, match="can't be started"):
-        peers.peers(cfg=load("bench.py:debug"), torch_python=tmp_path / "none")
+        processor.processor(torch_python=tmp_path / "none")
+    with pytest.raises(UserError, match="--models: there is no gpt5; there are quickstart"):
+        processor.processor(models="gpt5")
 
 
-@pytest.mark.parametrize("name", ["training/torch_baseline.py", "training/megatron_baseline.py", "stopwatch.py"])
-def test_the_baseline_runs_on_an_older_python(name: str) -> None:
+@pytest.mark.parametrize("name", ["training/torch_peers.py", "stopwatch.py"])
+def test_peers_run_on_an_older_python(name: str) -> None:
     """The Python with torch may be an older one."""
     ast.parse((ROOT / "benchmarks" / name).read_text(), feature_version=(3, 11))
 
 
-def test_a_stopped_or_failed_baseline_keeps_its_figures(tmp_path: Path) -> None:
-    file = tmp_path / "torch.json"
-    actual = {"versions": {"torch": "2", "cudnn": 9}, "variants": _sides(6.0)[1]["variants"]}
-    write = f"from pathlib import Path; Path({str(file)!r}).write_text({json.dumps(actual)!r});"
-    slow = [sys.executable, "-c", f"{write} import time; time.sleep(60)"]
-    broken = [sys.executable, "-c", f"{write} import os; os._exit(3)"]
-    for program, message in ((slow, "was stopped after 2 s"), (broken, "ended with code 3")):
-        file.unlink(missing_ok=True)
-        theirs = peers.measure_torch(program, file, dict(os.environ), 2.0)
-        assert theirs == actual | {"ended": f"the torch baseline {message}"}
-        assert peers.compared(_sides()[0], theirs, "bfloat16")["ours_over_torch"]["tokens_per_second"] == 1.5
-    file.unlink()
-    with pytest.raises(UserError, match="the torch baseline ended with code 4"):
-        peers.measure_torch([sys.executable, "-c", "import os; os._exit(4)"], file, dict(os.environ), 60.0)
+def test_the_losses_of_trainers_agree_or_their_ratios_are_void() -> None:
+    assert processor.agree([6.0, 5.9], [6.00005, 5.9]) and not processor.agree([6.0, 5.9], [6.0, 5.9002])
 
 
 def test_interrupted_kernels_keep_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,29 +171,6 @@ def test_interrupted_kernels_keep_their_figures(tmp_path: Path, monkeypatch: pyt
 def test_the_commit_of_a_copy_without_history_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMIT", "1a2b3c4")
     assert outcome.described({})["commit"] == "1a2b3c4"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(TORCH is None, reason="needs torch, here or in the Python that MEGAJAX_TORCH_PYTHON names")
-@pytest.mark.parametrize("config", ["bench.py:debug", "bench.py:debug_gpt"])
-def test_the_torch_baseline_trains_to_the_same_losses(config: str, tmp_path: Path) -> None:
-    file = tmp_path / "peers.json"
-    program = [sys.executable, "-m", "benchmarks", "peers", f"--config={config}", "--devices=cpu", "--steps=2"]
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    ended = subprocess.run(
-        [*program, f"--torch-python={TORCH}", f"--json={file}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    answer = json.loads(file.read_text())["figures"]
-    assert answer["equal_work"]
-    losses = [variant["losses"] for variant in answer["torch"]["variants"]]
-    assert len(losses) == 3
-    for theirs in losses:
-        np.testing.assert_allclose(theirs, answer["ours"]["losses"], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -270,10 +198,15 @@ print(seconds["compile_cached"])
 
 @pytest.mark.slow
 @pytest.mark.skipif(TORCH is None, reason="needs torch, here or in the Python that MEGAJAX_TORCH_PYTHON names")
-def test_megatron_core_trains_to_the_same_losses(capsys: pytest.CaptureFixture) -> None:
-    """A GPT with biases: the first losses of each peer agree, Megatron-Core's too."""
+@pytest.mark.parametrize(
+    ("model", "packages"), [("nanogpt", ("torch", "megatron-core")), ("mixtral_20m", ("transformers",))]
+)
+def test_peers_train_to_the_same_losses(model: str, packages: tuple[str, ...]) -> None:
+    """A GPT with biases, and a mixture; by those peers that are installed."""
     assert TORCH is not None
-    if not has_megatron(Path(TORCH)):
-        pytest.skip("that Python has no megatron-core")
-    figures = compared(nanogpt(), Path(TORCH), 2, 1)
-    assert figures["equal_work"] and "megatron-core, whole loss" in figures["ratios"]
+    here = {name for name, package in processor.PACKAGES.items() if processor.has(Path(TORCH), package)}
+    expected = here & set(packages)
+    if not expected:
+        pytest.skip(f"that Python has none of {', '.join(packages)}")
+    figures = processor.compared(getattr(processor, model)(), Path(TORCH), 2, 1)
+    assert figures["equal_work"] and {name.partition(",")[0] for name in figures["ratios"]} == expected

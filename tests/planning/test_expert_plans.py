@@ -119,7 +119,7 @@ def hidden(recompute: Any = "full", **settings: Any) -> dict[str, list[float]]:
 
 
 def test_exchanges_are_hidden_by_kernels_that_do_not_wait_for_them() -> None:
-    """Compiled programs, by python -m benchmarks exchanges, and docs/moe.md."""
+    """As in compiled programs, see docs/moe.md."""
     light, full = hidden("selective"), hidden()
     # The last exchange beside gradients of matrices; those before only beside what is computed again.
     assert light["reduce-scatter backward"] == [1.0] and light["all-gather backward"] == [0.0]

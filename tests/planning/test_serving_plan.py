@@ -137,7 +137,7 @@ def test_the_command_prints_capacity_and_speed(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert "2,000 tokens" in text and "426,932" in text
     assert '"tokens": 426932' in (tmp_path / "plan.json").read_text()
-    assert "settings of serve  --parallel.tensor=2 --inference.compute=bfloat16 --inference.length=2000\n" in text
+    assert "settings of serve  --parallel.tensor=8 --inference.compute=bfloat16 --inference.length=2000\n" in text
 
 
 def test_flags_of_a_layout_are_settings_of_serve() -> None:
