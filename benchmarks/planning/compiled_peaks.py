@@ -19,7 +19,7 @@ from megajax.pipeline.check import measure
 from megajax.planning.choice import Choice
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Estimate, estimate
-from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.train_step import compile_train_step
 
 FIGURES = RESULTS / "compiled_peaks.json"
 TOLERANCE = 0.01

@@ -14,7 +14,7 @@ from megajax.config import load
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import sent_by_attention
-from megajax.planning.program.train_step import compile_train_step, timed, with_program
+from megajax.planning.train_step import compile_train_step, timed, with_program
 
 FIGURES = RESULTS / "context.json"
 STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")

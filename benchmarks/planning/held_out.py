@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks.planning.published import published, read
 from benchmarks.planning.systems import MEGATRON_R08, UNTUNED, Published
 from megajax.planning.cost.description import Description
-from megajax.planning.cost.estimate import estimate
-from megajax.planning.cost.ranges import FEW, QUANTILES, ErrorRange, kind_of
+from megajax.planning.cost.estimate import FEW, QUANTILES, ErrorRange, estimate, kind_of
 
 type Change = Callable[[Description], Description]
 """Other constants in the description of a run."""

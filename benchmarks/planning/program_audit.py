@@ -14,7 +14,7 @@ from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
-from megajax.planning.program.train_step import compile_train_step, exposed_by_axis, timed
+from megajax.planning.train_step import compile_train_step, exposed_by_axis, timed
 from megajax.training.run_config import RunConfig
 
 TIB = 2**40

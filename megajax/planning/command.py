@@ -166,14 +166,14 @@ class Request:
         case, gpu = self.case, self.case.cluster.gpu
         devices.prepare()  # before anything imports jax
         try:
-            plan = resolve("megajax.planning.program.train_step:compile_train_step")(case.cfg, case.cluster)
+            plan = resolve("megajax.planning.train_step:compile_train_step")(case.cfg, case.cluster)
         except resolve("jax.errors:JaxRuntimeError") as error:
             raise UserError(
                 f"XLA of jax {resolve('jax:__version__')} did not compile this for {gpu.name}: "
                 f"{str(error).strip().splitlines()[0][:200]}\n"
                 "Try a newer jax; --formula needs no compiler"
             ) from error
-        report, figures = resolve("megajax.planning.program.train_step:report")(plan, audited=self.flags["audit"])
+        report, figures = resolve("megajax.planning.train_step:report")(plan, audited=self.flags["audit"])
         if not plan.fits and facts_of(case.cfg.model) is not None:
             excess = plan.memory.peak / devices.GIB - case.estimate.memory.peak_gib
             report = replace(report, blocks=[*report.blocks, advice(case, excess_gib=excess, margin=MARGIN)])

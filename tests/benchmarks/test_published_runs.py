@@ -13,8 +13,7 @@ from benchmarks.planning.held_out import Group
 from benchmarks.planning.systems import MEGATRON, MEGATRON_R08, PYTORCH_FSDP, UNTUNED
 from megajax.compiled.gpus import GPUS
 from megajax.mesh.config import SIZED_AXES
-from megajax.planning.cost.estimate import estimate
-from megajax.planning.cost.ranges import QUANTILES, RANGES, ErrorRange
+from megajax.planning.cost.estimate import QUANTILES, RANGES, ErrorRange, estimate
 
 pytestmark = pytest.mark.smoke
 

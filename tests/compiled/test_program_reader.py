@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
 from megajax.compiled.hlo import Contents, Program, arrays, groups_of, read, size
-from megajax.planning.program.train_step import grouped
+from megajax.planning.train_step import grouped
 
 AXES = {"pipeline": 2, "data": 2, "tensor": 2}
 BOX = 16 * 32 * 4

@@ -21,8 +21,7 @@ from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
 from megajax.planning.cost.description import MEGAJAX, Description, describe
-from megajax.planning.cost.estimate import Estimate, estimate, to_dict
-from megajax.planning.cost.ranges import RANGES, kind_of
+from megajax.planning.cost.estimate import RANGES, Estimate, estimate, kind_of, to_dict
 from megajax.planning.show import cells, plan_report
 
 pytestmark = pytest.mark.smoke

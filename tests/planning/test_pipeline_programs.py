@@ -21,7 +21,7 @@ from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla_options import DEFAULTS, XlaConfig
-from megajax.planning.program.train_step import compile_train_step
+from megajax.planning.train_step import compile_train_step
 from megajax.training import check_compiler_options as compiler_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

@@ -17,7 +17,7 @@ from megajax.compiled.gpus import GPUS, prepare, read_cluster
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.plan import main
-from megajax.planning.program.train_step import compile_train_step, kernel_device, with_kernels
+from megajax.planning.train_step import compile_train_step, kernel_device, with_kernels
 from megajax.training.program import demand_kernels
 
 ROOT = Path(__file__).parents[2]

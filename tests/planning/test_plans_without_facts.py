@@ -12,7 +12,7 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.plan import main
-from megajax.planning.program.train_step import Memory, TrainPlan, kernel_device, report, with_kernels
+from megajax.planning.train_step import Memory, TrainPlan, kernel_device, report, with_kernels
 from megajax.training.program import demand_kernels
 from tests.docs.blocks import ROOT, blocks
 

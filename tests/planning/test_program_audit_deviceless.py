@@ -14,7 +14,7 @@ from megajax.compiled.gpus import prepare, read_cluster
 from megajax.compiled.hlo import arrays
 from megajax.config import load
 from megajax.models.decoder.config import DecoderConfig
-from megajax.planning.program.train_step import TrainPlan, compile_train_step
+from megajax.planning.train_step import TrainPlan, compile_train_step
 
 MIB = 2**20
 COUNTERS = 28

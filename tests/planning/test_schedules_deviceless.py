@@ -7,7 +7,7 @@ from descriptions import TENSOR_4
 
 from megajax.compiled.gpus import prepare, read_cluster
 from megajax.config import load
-from megajax.planning.program.train_step import TrainPlan, compile_train_step
+from megajax.planning.train_step import TrainPlan, compile_train_step
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 

@@ -14,8 +14,8 @@ from megajax.plan import main
 from megajax.planning.choice import changes, settings
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, estimate
-from megajax.planning.program.train_step import scheduler_memory
 from megajax.planning.ranking import advice, cheapest
+from megajax.planning.train_step import scheduler_memory
 
 ROOT = Path(__file__).parents[2]
 ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64", *(f"--{setting}" for setting in STAGES_70B))

@@ -22,7 +22,7 @@ from megajax.config.errors import UserError
 from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla_options import GPU, INFERENCE
-from megajax.planning.program.train_step import TrainPlan, compile_train_step
+from megajax.planning.train_step import TrainPlan, compile_train_step
 from megajax.precision.config import (
     Fp8BlocksConfig,
     Fp8CurrentConfig,

@@ -1,1 +1,0 @@
-"""Compile a train step for virtual devices and read the compiled program."""
