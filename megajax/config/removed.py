@@ -12,6 +12,9 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "assume": "was removed: bash decides the conditions of a script (--run-script)",
         "server.score_template": "was removed: pairs of texts are compared by their vectors (/v1/embeddings)",
         "server.score_answers": "was removed: pairs of texts are compared by their vectors (/v1/embeddings)",
+        "kernel": "was removed from delta nets: plain JAX is their one kernel",
+        "adapters": "was removed from plans of a server: they count weights and cache",
+        "adapter_rank": "was removed from plans of a server: they count weights and cache",
     }
 )
 """Setting (also below any parent), flag or class, with underscores -> the rest of the sentence."""
