@@ -426,7 +426,7 @@ class _Builder:
             hint = did_you_mean(leaf, candidates)
             if owners:
                 hint = f"a setting of {either(owners)}, but this is {cls.__name__}; add --{where}.type={owners[0]}"
-            message = removed(leaf)
+            message = removed(key, cls) or removed("" if where else key)
             self.fault(leaf, message or NO_SETTING, "" if message else hint)
 
 

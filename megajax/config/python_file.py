@@ -166,7 +166,7 @@ def wrong_calls(path: Path, place: str, root: type) -> Iterator[Problem]:
         arguments = [keyword.arg for keyword in call.keywords]
         for key in arguments:
             if key is not None and key not in settings:
-                message = removed(key)
+                message = removed(key, cls)
                 hint = "" if message else _instead(key, cls, root)
                 yield Problem(line, f"{key} {message}" if message else f"{cls.__name__} has no setting {key}", hint)
         if call.args:

@@ -11,7 +11,7 @@ SENTENCE = "was removed: the moon pulls well enough (tides=True)"
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
-    names = ("batch.tide", "tide_table", "TideConfig")
+    names = ("BatchConfig.tide", "tide_table", "TideConfig", "RopeConfig.moon")
     monkeypatch.setattr(removed, "REMOVED", dict.fromkeys(names, SENTENCE))
 
 
@@ -19,6 +19,13 @@ def test_a_setting_on_the_command_line():
     with pytest.raises(ConfigError, match="1 problem") as error:
         train.main(["--config=quickstart.py", "--batch.tide=3"])
     assert f"batch.tide: {SENTENCE}" in str(error.value) and error.value.code == 2
+
+
+def test_a_setting_of_one_class():
+    with pytest.raises(ConfigError, match=r"mixer\.rope\.moon: was removed: the moon"):
+        load("quickstart.py", "model.stack.pattern.0.mixer.rope.moon=3")
+    with pytest.raises(ConfigError, match=r"mlp\.moon: no such setting"):
+        load("quickstart.py", "model.stack.pattern.0.mlp.moon=3")
 
 
 def test_a_class_as_a_type():
@@ -33,8 +40,9 @@ def test_a_flag_of_a_verb_without_a_config():
 
 
 def test_python_configs(tmp_path):
-    file = tmp_path / "mine.py"
-    for call in ("mj.RunConfig(data=mj.TideConfig())", "mj.RunConfig(batch=mj.BatchConfig(tide=3))"):
+    calls = ("mj.RunConfig(data=mj.TideConfig())", "mj.BatchConfig(tide=3)", "mj.RopeConfig(moon=3)")
+    for number, call in enumerate(calls):
+        file = tmp_path / f"mine_{number}.py"
         file.write_text(f"import megajax as mj\n\ndef config():\n    return {call}\n")
         with pytest.raises(UserError, match=r"line 4: [\s\S]*was removed: the moon") as error:
             load(str(file))
