@@ -3,8 +3,6 @@
 The teacher is a run of quickstart.py, or any other: `mj.with_teacher` takes two models, and checkpoint.weights loads
 the teacher's weights into the part `teacher`.
 
-`stored()` learns from the teacher's likeliest tokens in a file beside the token file (docs/tuning.md).
-
 Prepare:  python -m megajax.train --config=quickstart.py --run_dir=runs/teacher
 Run:      python -m megajax.train --config=distill.py
 Hardware: 2 CPU cores, 1 GB of memory
@@ -46,14 +44,4 @@ def labels() -> mj.RunConfig:
         evaluation=mj.EvaluationConfig(every=100, batches=16),
         steps=300,
         run_dir="runs/labels",
-    )
-
-
-def stored() -> mj.RunConfig:
-    """The same student on English text, with a teacher's likeliest tokens written beforehand."""
-    base: mj.RunConfig = mj.load("distill.py:labels")
-    return base.but(
-        model=mj.with_stored_teacher(base.model, mj.TopKDistillationConfig(k=16, weight=0.9, label_weight=0.1)),
-        data=mj.TeacherFilesConfig(paths=("data/help_text_document",), split="90,10,0"),
-        run_dir="runs/stored",
     )

@@ -48,7 +48,6 @@ from megajax.data.text.config import BlendConfig as BlendConfig
 from megajax.data.text.config import FillInMiddleConfig as FillInMiddleConfig
 from megajax.data.text.config import MockConfig as MockConfig
 from megajax.data.text.config import StandardLibraryConfig as StandardLibraryConfig
-from megajax.data.text.config import TeacherFilesConfig as TeacherFilesConfig
 from megajax.faults.config import HealthConfig as HealthConfig
 from megajax.faults.config import RecomputeConfig as RecomputeConfig
 from megajax.faults.config import ReplicasConfig as ReplicasConfig
@@ -128,9 +127,6 @@ from megajax.models.decoder.config import WidthScalingConfig as WidthScalingConf
 from megajax.models.decoder.config import text_schema as text_schema
 from megajax.models.distilled.config import DistillationConfig as DistillationConfig
 from megajax.models.distilled.config import DistilledDecoderConfig as DistilledDecoderConfig
-from megajax.models.distilled.config import TaughtDecoderConfig as TaughtDecoderConfig
-from megajax.models.distilled.config import TopKDistillationConfig as TopKDistillationConfig
-from megajax.models.distilled.config import with_stored_teacher as with_stored_teacher
 from megajax.models.distilled.config import with_teacher as with_teacher
 from megajax.models.llava.config import LlavaConfig as LlavaConfig
 from megajax.models.llava.config import ProjectorConfig as ProjectorConfig
@@ -215,7 +211,6 @@ from megajax.tasks.config import PerplexityConfig as PerplexityConfig
 from megajax.tasks.config import RaceTaskConfig as RaceTaskConfig
 from megajax.tasks.config import SplitConfig as SplitConfig
 from megajax.tasks.config import SquadTaskConfig as SquadTaskConfig
-from megajax.tasks.config import TeacherTaskConfig as TeacherTaskConfig
 from megajax.tasks.config import TextConfig as TextConfig
 from megajax.tasks.config import WikitextConfig as WikitextConfig
 from megajax.tokenizers.config import ByteTokenizerConfig as ByteTokenizerConfig

@@ -33,13 +33,7 @@ from megajax.data.masked.config import (
     PairsConfig,
 )
 from megajax.data.streams.config import StreamConfig
-from megajax.data.text.config import (
-    BlendConfig,
-    FillInMiddleConfig,
-    MockConfig,
-    StandardLibraryConfig,
-    TeacherFilesConfig,
-)
+from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig
 
 DataConfig = (
     BlendConfig
@@ -70,5 +64,4 @@ DataConfig = (
     | SquadConfig
     | StandardLibraryConfig
     | StreamConfig
-    | TeacherFilesConfig
 )

@@ -34,10 +34,6 @@ class VocabularyShard(NamedTuple):
     def max(self, x: Array) -> Array:
         return lax.pmax(x, self.axes) if self.axes else x
 
-    def gather(self, x: Array) -> Array:
-        """Arrays [C, n] of all shards, one beside the other."""
-        return lax.all_gather(x, self.axes, axis=1, tiled=True) if self.axes else x
-
 
 class Normaliser(NamedTuple):
     """What makes log-probabilities of the logits of rows [R]; float32.

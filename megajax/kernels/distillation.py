@@ -9,15 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from megajax.kernels.cross_entropy import VocabularyShard, capped_logits
 from megajax.kernels.soft_cap import soft_cap_slope
-
-WHOLE = VocabularyShard(0, 0, ())
-"""For arrays that every device has whole."""
-LEAST_LOG_P = -80.0
-"""Log-probabilities of a bucket are not below this, so that their exponential is a normal float32."""
 
 
 class TeacherTargets(NamedTuple):
@@ -31,20 +26,10 @@ class TeacherTargets(NamedTuple):
     """[V, D]."""
 
 
-class StoredTargets(NamedTuple):
-    """The labels, and the K likeliest ids of a teacher for each."""
-
-    labels: Any
-    """int32 [B, S]."""
-    ids: Any
-    """int32 [B, S, K]; -1: the teacher says nothing about this label."""
-    log_p: Any
-    """float32 [B, S, K + 1]: the teacher's log-probability of each id, and of all others together."""
-
-
 @dataclass(frozen=True, slots=True)
-class DivergenceAndLabels:
-    """A divergence from a teacher plus the cross-entropy of labels: the common part."""
+class Distillation:
+    """A divergence from a teacher that runs beside the student, plus the cross-entropy of labels; a
+    `megajax.kernels.cross_entropy.TokenLoss`."""
 
     mixture: float
     """0: KL(teacher || student), 1: KL(student || teacher); between: the generalised Jensen-Shannon divergence."""
@@ -54,6 +39,12 @@ class DivergenceAndLabels:
     label_weight: float
     logit_cap: float | None = None
     """Soft cap of the student's logits."""
+    teacher_cap: float | None = None
+    table: Array | None = None
+    """The teacher's, once bound."""
+    target_axes: ClassVar[TeacherTargets] = TeacherTargets(
+        ("batch", "seq"), ("batch", "seq_residual", "embed"), ("vocab", "embed")
+    )
     gives_scores: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ("loss", "divergence")
     """The cross-entropy of labels, and the divergence, both without their weights."""
@@ -86,18 +77,6 @@ class DivergenceAndLabels:
         del losses
         return facts
 
-
-@dataclass(frozen=True, slots=True)
-class Distillation(DivergenceAndLabels):
-    """The divergence from a teacher that runs beside the student; a `megajax.kernels.cross_entropy.TokenLoss`."""
-
-    teacher_cap: float | None = None
-    table: Array | None = None
-    """The teacher's, once bound."""
-    target_axes: ClassVar[TeacherTargets] = TeacherTargets(
-        ("batch", "seq"), ("batch", "seq_residual", "embed"), ("vocab", "embed")
-    )
-
     def bound(self, targets: TeacherTargets, gather: Callable[[Array], Array]) -> tuple[Self, tuple[Array, Array]]:
         """See `TokenLoss`."""
         return replace(self, table=targets.table), (targets.labels, gather(targets.states))
@@ -114,82 +93,6 @@ class Distillation(DivergenceAndLabels):
         log_q, log_p = (log_softmax(z / self.temperature, shard) for z in (logits, teacher))
         divergence, slope = divergence_and_gradient(log_q, log_p, self.mixture, shard)
         return self.with_labels(divergence, slope, logits, rows, labels, shard)
-
-
-@dataclass(frozen=True, slots=True)
-class TopKDistillation(DivergenceAndLabels):
-    """The divergence from a teacher's likeliest ids, which were stored; a `megajax.kernels.cross_entropy.TokenLoss`.
-
-    tail: the other ids are one more event, whose probability is the rest. Without, both models are renormalised to the
-    teacher's ids.
-    """
-
-    tail: bool = True
-    target_axes: ClassVar[StoredTargets] = StoredTargets(
-        ("batch", "seq"), ("batch", "seq", None), ("batch", "seq", None)
-    )
-
-    def bound(self, targets: StoredTargets, gather: Callable[[Array], Array]) -> tuple[Self, StoredTargets]:
-        """See `TokenLoss`."""
-        del gather
-        return self, targets
-
-    def of_chunk(
-        self, x: Array, table: Array, bias: Array | None, targets: StoredTargets, shard: VocabularyShard
-    ) -> tuple[dict[str, Array], Callable[[Array, Array], Array]]:
-        """See `TokenLoss`; targets: labels int32 [C], ids int32 [C, K] and log_p float32 [C, K + 1]."""
-        labels, ids, log_p = targets
-        logits, rows = capped_logits(x, table, bias, shard, self.logit_cap)
-        all_ids = log_softmax(logits / self.temperature, shard)
-        place, inside = places(ids, logits.shape[1], shard)
-        top = shard.sum(jnp.where(inside, jnp.take_along_axis(all_ids, jnp.where(inside, place, 0), 1), 0))
-        if self.tail:
-            others, log_rest = rest(all_ids, ids, shard)
-            log_q = jnp.concatenate([top, log_rest[:, None]], 1)
-        else:
-            log_q, log_p = log_softmax(top, WHOLE), log_softmax(log_p[:, :-1], WHOLE)
-        divergence, of_ids = divergence_and_gradient(log_q, log_p, self.mixture, WHOLE)
-        tokens, count = jnp.arange(len(ids))[:, None], ids.shape[1]
-        slope = jnp.zeros_like(all_ids).at[tokens, place].add(of_ids[:, :count], mode="drop")
-        if self.tail:
-            shares = jnp.where(others > -jnp.inf, jnp.exp(others - log_rest[:, None]), 0)
-            slope = slope + shares * of_ids[:, count:]
-        known = ids[:, 0] >= 0
-        divergence, slope = jnp.where(known, divergence, 0), jnp.where(known[:, None], slope, 0)
-        return self.with_labels(divergence, slope, logits, rows, labels, shard)
-
-
-def places(ids: Array, size: int, shard: VocabularyShard) -> tuple[Array, Array]:
-    """Ids int32 [C, K] -> their columns among the `size` of this shard, or `size`; and whether they are here."""
-    inside = (ids >= shard.first) & (ids < shard.first + size)
-    return jnp.where(inside, ids - shard.first, size), inside
-
-
-def rest(log_p: Array, ids: Array, shard: VocabularyShard) -> tuple[Array, Array]:
-    """Log-probabilities [C, V] -> those of other ids than `ids` [C, K], else -inf, and that of them together [C].
-
-    -inf where there are no others.
-    """
-    place, _ = places(ids, log_p.shape[1], shard)
-    others = log_p.at[jnp.arange(len(ids))[:, None], place].set(-jnp.inf, mode="drop")
-    maximum = jnp.maximum(shard.max(others.max(-1)), jnp.finfo(jnp.float32).min)
-    return others, maximum + jnp.log(shard.sum(jnp.exp(others - maximum[:, None]).sum(-1)))
-
-
-def top_scores(
-    x: Array, table: Array, bias: Array | None, shard: VocabularyShard, cap: float | None, scale: float, count: int
-) -> tuple[Array, Array]:
-    """The `count` likeliest ids, int32 [C, K], the likeliest first, and log-probabilities float32 [C, K + 1]: theirs,
-    and that of all others together. x [C, D], table [V, D], bias [V]; scale: factor of logits.
-    """
-    logits, rows = capped_logits(x, table, bias, shard, cap)
-    log_p = log_softmax(logits * scale, shard)
-    values, columns = lax.top_k(log_p, min(count, log_p.shape[1]))
-    ids = rows[columns]
-    values, columns = lax.top_k(shard.gather(values), count)
-    ids = jnp.take_along_axis(shard.gather(ids), columns, 1)
-    _, log_rest = rest(log_p, ids, shard)
-    return ids, jnp.maximum(jnp.concatenate([values, log_rest[:, None]], 1), LEAST_LOG_P)
 
 
 def log_softmax(logits: Array, shard: VocabularyShard) -> Array:

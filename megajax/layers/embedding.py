@@ -18,13 +18,11 @@ from jax import Array, lax
 from megajax.kernels.cross_entropy import (
     TokenLoss,
     VocabularyShard,
-    chunked,
     loss_and_gradients,
     token_losses,
     token_scores,
     weighted,
 )
-from megajax.kernels.distillation import top_scores
 from megajax.mesh.layout import Layout
 
 TABLE, BIAS, TOKENS, RESIDUAL = ("vocab", "embed"), ("vocab",), ("batch", "seq"), ("batch", "seq_residual", "embed")
@@ -237,35 +235,6 @@ def vocabulary_token_scores(
 
     ins = RESIDUAL, TABLE, TOKENS, None if bias is None else BIAS
     return layout.island(local, ins, (TOKENS, TOKENS))(x, table, labels, bias)
-
-
-def vocabulary_top_scores(
-    layout: Layout,
-    size: int,
-    chunk: int,
-    x: Array,
-    table: Array,
-    bias: Array | None,
-    cap: float | None,
-    scale: float,
-    count: int,
-) -> tuple[Array, Array]:
-    """`megajax.kernels.distillation.top_scores` of rows: int32 [B, S, K] and float32 [B, S, K + 1].
-
-    Not to be differentiated. Arguments as for `vocabulary_token_scores`; scale: factor of logits; count: K.
-    """
-    axes, extra = _vocabulary_axes(layout), _sequence_axes(layout)
-
-    def local(x: Array, table: Array, bias: Array | None) -> tuple[Array, Array]:
-        shard, x = _shard(table, size, axes), _gather_sequence(x, extra)
-        flat = _flat(x)
-        pieces = chunked(flat, min(chunk, len(flat)))
-        scores = lax.map(lambda piece: top_scores(piece, table, bias, shard, cap, scale, count), pieces)
-        ids, log_p = (part.reshape(-1, part.shape[-1])[: len(flat)].reshape(*x.shape[:2], -1) for part in scores)
-        return ids, log_p
-
-    ins = RESIDUAL, TABLE, None if bias is None else BIAS
-    return layout.island(local, ins, ((*TOKENS, None), (*TOKENS, None)))(x, table, bias)
 
 
 def _axes_of_facts(weights: Array) -> tuple[str | None, ...]:

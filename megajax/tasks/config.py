@@ -8,8 +8,6 @@ from typing import Any, ClassVar, Literal
 from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.config.file_paths import PathText, StoredText, store_url
-from megajax.data.rows.config import at_least
-from megajax.layers.checks import above_zero
 from megajax.training.run_config import RunConfig
 
 
@@ -135,32 +133,6 @@ class ChoicesConfig(LanguageTask):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherTaskConfig(LanguageTask):
-    """Write the likeliest tokens of the model at each place of token files, for `TeacherFilesConfig`.
-
-    Example: `mj.TeacherTaskConfig(paths=("data/text_document",), k=16)`
-    """
-
-    target: ClassVar[str] = "megajax.tasks.teacher_files:StoredTeacher"
-    paths: tuple[PathText, ...]
-    """Prefixes of .bin and .idx files."""
-    k: int = 64
-    """Number of tokens at each place."""
-    temperature: float = 1.0
-    """Divisor of the logits."""
-    stride: int | None = None
-    """Tokens between the starts of windows in documents longer than a row, as in PerplexityConfig."""
-    folder: PathText | None = None
-    """Folder of the written files; none: that of the token files."""
-    name: str = "teacher"
-    """Under which the figures are reported."""
-
-    def problems(self) -> list[Problem]:
-        problems = LanguageTask.problems(self) + at_least("k", self.k, 1)
-        return problems + above_zero(temperature=self.temperature)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConfig(LanguageTask):
     """Loss on all rows of a split of the run's data, as with evaluation.full.
 
@@ -281,7 +253,6 @@ KINDS: Mapping[str, tuple[type, str]] = {
         (LambadaConfig, "path"),
         (ChoicesConfig, "path"),
         (SplitConfig, "split"),
-        (TeacherTaskConfig, "paths"),
         (GlueTaskConfig, "split"),
         (RaceTaskConfig, "split"),
         (SquadTaskConfig, "split"),

@@ -361,17 +361,6 @@ def _leaves(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
             yield Problem("data", message, "use the same dtype in both")
 
 
-def _teacher_files(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Stored probabilities of a teacher are those of logits divided by one temperature."""
-    del devices
-    loss, files = getattr(cfg.model, "distillation", None), getattr(cfg.data, "teacher_temperature", None)
-    if loss is not None and files not in (None, loss.temperature):
-        message = f"is {files}, and model.distillation.temperature is {loss.temperature}"
-        yield Problem(
-            "data.teacher_temperature", message, "set both to the temperature that the files were written with"
-        )
-
-
 def _leaf_text(leaves: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({dtype})" for name, dtype in leaves.items()) or "nothing"
 
@@ -441,7 +430,6 @@ def _clipped_scores(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 _CHECKS: tuple[Check, ...] = (
     _clipped_scores,
     _leaves,
-    _teacher_files,
     _evaluation,
     _profile,
     _positive,

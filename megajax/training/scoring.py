@@ -172,25 +172,6 @@ class Scorer:
                 results[place] = log_p[counted(windows[place])]
         return results
 
-    def likeliest(
-        self, windows: Sequence[Window], count: int, temperature: float
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The `count` likeliest tokens at the place of each counted one, int32 [counted, count], and log-probabilities
-        float32 [counted, count + 1], the last one of all other tokens together.
-
-        temperature: divisor of the logits. Raises ValueError for a window longer than a row.
-        """
-        self._demand_rows(windows)
-        results: list[Any] = [None] * len(windows)
-        for places in self._batches(windows):
-            batch, total, length = self._padded([row(windows[place]) for place in places])
-            head = partial(top_of_rows, rows=total, length=length, count=count, temperature=temperature)
-            sums = self._sums((total, length, count), batch, head)
-            for number, place in enumerate(places):
-                at = counted(windows[place])
-                results[place] = sums["ids"][number, at].astype(np.int32), sums["log_p"][number, at]
-        return results
-
     def _demand_rows(self, windows: Sequence[Window]) -> None:
         for window in windows:
             if not 0 < window.counted < len(window.tokens) <= self.length + 1:
@@ -210,14 +191,6 @@ class Scorer:
 
         Shorter rows are padded at their ends. At most `rows_at_once` rows. Raises Stopped.
         """
-        batch, total, length = self._padded(rows)
-        head = partial(scores_of_rows, rows=total, length=length, temperature=self._temperature)
-        sums = self._sums((total, length), batch, head)
-        log_p, likeliest = (sums[name][: len(rows)] for name in ("log_p", "likeliest"))
-        return log_p, likeliest.astype(np.int32)
-
-    def _padded(self, rows: Sequence[Rows]) -> tuple[dict[str, np.ndarray], int, int]:
-        """A batch of rows that are padded at their ends, the number of its rows, and their length."""
         length = self.padded(max(len(leaves["tokens"]) for leaves in rows))
         total = self._rows(len(rows), length)
         names, schema = [name for name in READ if name in rows[0]], self.program.schema
@@ -226,7 +199,10 @@ class Scorer:
         for name, leaf in batch.items():
             for number, leaves in enumerate(rows):
                 leaf[number, : len(leaves[name])] = leaves[name]
-        return batch, total, length
+        head = partial(scores_of_rows, rows=total, length=length, temperature=self._temperature)
+        sums = self._sums((total, length), batch, head)
+        log_p, likeliest = (sums[name][: len(rows)] for name in ("log_p", "likeliest"))
+        return log_p, likeliest.astype(np.int32)
 
     def outputs(self, rows: Sequence[Rows]) -> dict[str, np.ndarray]:
         """Rows of data with all leaves of the schema -> the model's outputs, float32 [rows, ...] by name.
@@ -331,31 +307,6 @@ def scores_of_rows(
     # float32 represents every integer up to 2**24, which exceeds any vocabulary.
     sums = {"log_p": (placed(log_p), nothing), "likeliest": (placed(likeliest), nothing)}
     return Loss(nothing, nothing, sums)
-
-
-def top_of_rows(
-    model: Any,
-    x: Array,
-    batch: Rows,
-    ctx: Any,
-    reduction: Any,
-    *,
-    rows: int,
-    length: int,
-    count: int,
-    temperature: float,
-) -> Loss:
-    """As `scores_of_rows`, the likeliest ids, as float32 [rows, length, count], and their log-probabilities and that of
-    all others [rows, length, count + 1]."""
-    del reduction
-
-    def placed(values: Array) -> Array:
-        zeros = jnp.zeros((rows, length, values.shape[-1]), jnp.float32)
-        return zeros.at[batch[SAMPLE][:, None], ctx.index[None]].add(values.astype(jnp.float32))
-
-    ids, log_p = model.top_scores(x, count, temperature)
-    nothing = jnp.zeros((), jnp.float32)
-    return Loss(nothing, nothing, {"ids": (placed(ids), nothing), "log_p": (placed(log_p), nothing)})
 
 
 def outputs_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, *, rows: int) -> Loss:

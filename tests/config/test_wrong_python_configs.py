@@ -58,7 +58,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         f"mine.py, line {LINE + 1}: AttentionConfig needs heads",
         "write expert=mj.DenseMLPConfig(ffn=...) or mj.GatedMLPConfig(ffn=...)\n",
         "write data=mj.BlendConfig(...), mj.ChatConfig(...), ",
-        " or mj.TeacherFilesConfig(...)\n",
+        " or mj.StreamConfig(paths=...)\n",
     ):
         assert line in text
 

@@ -11,8 +11,6 @@ from tiny_runs import (
     LENGTH,
     ONE,
     QUICK,
-    ROWS,
-    VOCABULARY,
     build_program,
     differentiate,
     gpt,
@@ -23,15 +21,12 @@ from tiny_runs import (
     within,
 )
 
-from megajax.batch import Batch
 from megajax.interop.stored.model_differences import differences
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.distilled.config import (
     DistillationConfig,
     DistilledDecoderConfig,
-    TopKDistillationConfig,
-    with_stored_teacher,
     with_teacher,
 )
 
@@ -99,65 +94,6 @@ def test_layouts_have_the_losses_and_gradients_of_one_device(layout: str) -> Non
     for path, gradient in expected.gradients.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
-
-
-TAUGHT = with_stored_teacher(
-    replace(llama(repeats=2), logit_cap=5.0),
-    TopKDistillationConfig(k=5, mixture=0.3, temperature=2.0, weight=0.7, label_weight=0.4),
-)
-
-
-def taught_rows(seed: int) -> Batch:
-    """Rows with the likeliest ids of a teacher at most places."""
-    draw, k = np.random.default_rng(seed), TAUGHT.distillation.k
-    ids = np.argsort(draw.random((ROWS, LENGTH, VOCABULARY)), axis=-1)[..., :k].astype(np.int32)
-    log_p = np.log(draw.dirichlet(np.ones(k + 1), (ROWS, LENGTH))).astype(np.float32)
-    ids[draw.random((ROWS, LENGTH)) < 0.2] = -1
-    return rows(seed) | {"teacher_ids": ids, "teacher_log_p": log_p}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [*LAYOUTS, "stages"])
-def test_layouts_have_the_losses_and_gradients_of_one_device_with_a_stored_teacher(layout: str) -> None:
-    layouts = {**LAYOUTS, "stages": ParallelConfig(data=1, pipeline=2, tensor=2)}
-    run = partial(differentiate, TAUGHT, microbatches=2, draw=taught_rows)
-    expected, actual = run(ONE), run(layouts[layout])
-    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
-    for path, gradient in expected.gradients.items():
-        scale = np.abs(gradient).max()
-        np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
-
-
-@pytest.mark.slow
-def test_gradients_with_a_stored_teacher_equal_those_of_plain_formulas() -> None:
-    """Labels that the teacher says nothing about have only their cross-entropy."""
-    program = build_program(TAUGHT, ONE, microbatches=2)
-    batch, loss = taught_rows(0), TAUGHT.distillation
-
-    def plain(params, piece):
-        module = bind(program.abstract, params)
-        logits = module.logits(module.hidden_states(piece["tokens"], module.context(piece)))
-        log_q = jax.nn.log_softmax(logits / loss.temperature)
-        ids, known = jnp.maximum(piece["teacher_ids"], 0), piece["teacher_ids"][..., 0] >= 0
-        top = jnp.take_along_axis(log_q, ids, -1)
-        log_q = jnp.concatenate([top, jnp.log1p(-jnp.exp(top).sum(-1, keepdims=True))], -1)
-        log_p, b = piece["teacher_log_p"], loss.mixture
-        p, q = jnp.exp(log_p), jnp.exp(log_q)
-        log_m = jnp.log(b * p + (1 - b) * q)
-        divergence = jnp.where(known, (b * p * (log_p - log_m) + (1 - b) * q * (log_q - log_m)).sum(-1), 0)
-        entropy = -jnp.take_along_axis(jax.nn.log_softmax(logits), piece["labels"][..., None], -1)[..., 0]
-        return ((loss.weight * divergence + loss.label_weight * entropy) * piece["loss_mask"]).sum()
-
-    with within(program):
-        params, placed = start(program).params, place(program, batch)
-        actual = jax.jit(program.grad_fn(), compiler_options=dict(QUICK))(params, placed, np.float32(1))
-        differentiated = jax.jit(jax.value_and_grad(plain), compiler_options=dict(QUICK))
-        pieces = (jax.tree.map(lambda leaf, number=number: leaf[number], placed) for number in range(2))
-        total, gradients = jax.tree.map(jnp.add, *(differentiated(params, piece) for piece in pieces))
-    np.testing.assert_allclose(actual.loss_sum, total, rtol=1e-5)
-    for path, gradient in gradients.items():
-        scale = np.abs(gradient).max()
-        np.testing.assert_allclose(actual.grads[path], gradient, atol=1e-5 * scale, err_msg=path)
 
 
 @pytest.mark.parametrize(

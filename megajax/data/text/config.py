@@ -44,27 +44,6 @@ class BlendConfig(TokenFilesConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherFilesConfig(BlendConfig):
-    """Token files with the likeliest tokens of a teacher at each place, for `with_stored_teacher`.
-
-    `python -m megajax.evaluate --run=TEACHER --tasks=teacher:PREFIX:k=16` writes them.
-
-    Example: `mj.TeacherFilesConfig(paths=("data/text_document",), isolate_documents=True)`
-    """
-
-    target: ClassVar[str] = "megajax.data.text.teacher_files:build_splits"
-
-    teacher_dir: PathText | None = None
-    """Folder of the teacher's files; none: beside each token file."""
-    teacher_temperature: float = 1.0
-    """Divisor of the logits that the files were written with; that of the loss must be equal."""
-
-    def leaves(self) -> dict[str, str]:
-        """The leaves of a row, name -> dtype."""
-        return {**BlendConfig.leaves(self), "teacher_ids": "int32", "teacher_log_p": "float32"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MockConfig(Builds):
     """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: 100,000 of random length, a third per split.
 

@@ -19,7 +19,6 @@ from megajax.layers.embedding import (
     embedded_beside_loss,
     vocabulary_loss,
     vocabulary_token_scores,
-    vocabulary_top_scores,
 )
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.layers.remat import checkpointed
@@ -231,13 +230,6 @@ class DecoderLM(nnx.Module):
     def scores(self, x: Array, labels: Array, temperature: float = 1.0) -> tuple[Array, Array]:
         """`token_scores` from the output of the stack [B, S, D]; see `megajax.models.protocol.ScoringModel`."""
         return self.token_scores(self.final_norm(x), labels, temperature)
-
-    def top_scores(self, x: Array, count: int, temperature: float) -> tuple[Array, Array]:
-        """The likeliest ids after each position, int32 [B, S, count], and log-probabilities float32 [B, S, count + 1],
-        the last one of all others together, of logits divided by the temperature. x [B, S, D]: as for `scores`."""
-        cfg, x, scale = self.cfg, scaled(self.final_norm(x), self.cfg.logit_factor()), 1 / temperature
-        head = x, self.table(), self.logit_bias(), cfg.logit_cap, scale, count
-        return vocabulary_top_scores(self.layout, cfg.vocabulary_size, cfg.loss_chunk, *head)
 
     def next_logits(self, x: Array) -> Array:
         """Output of the stack [T, 1, D] -> logits of the next token, float32 [T, 1, V] with columns for padding."""

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.checks import above_zero
@@ -43,24 +42,6 @@ class DistillationConfig:
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TopKDistillationConfig(DistillationConfig):
-    """The loss of distillation from the likeliest ids of a teacher, which were written to files beforehand.
-
-    Example: `mj.TopKDistillationConfig(k=16, weight=0.5, label_weight=0.5)`
-    """
-
-    k: int = 64
-    """Number of ids of the teacher, at most that of the files."""
-    others: Literal["tail", "renormalise"] = "tail"
-    """tail: all other ids together are one more event, with the rest of the probability. renormalise: the probabilities
-    of the teacher's ids are scaled to a sum of 1, in both models."""
-
-    def problems(self) -> list[Problem]:
-        illegal = [] if self.k >= 1 else [Problem("k", f"must be at least 1, got {self.k}")]
-        return DistillationConfig.problems(self) + illegal
-
-
 def label_problems(model: DecoderConfig) -> list[Problem]:
     """Losses of labels that are not part of distillation."""
     problems = [] if model.prediction is None else [Problem("prediction", "has no teacher", "set it to none")]
@@ -68,36 +49,6 @@ def label_problems(model: DecoderConfig) -> list[Problem]:
         if getattr(model, name):
             problems.append(Problem(name, "is not part of the loss of distillation", "set it to 0"))
     return problems
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaughtDecoderConfig(DecoderConfig):
-    """A decoder that learns from stored probabilities of a teacher, which `TeacherFilesConfig` reads. Its weights are
-    those of the decoder.
-
-    Example: `mj.with_stored_teacher(mj.llama3("8b"), mj.TopKDistillationConfig(k=16))`
-    """
-
-    target: ClassVar[str] = "megajax.models.distilled.module:TaughtDecoder"
-    distillation: TopKDistillationConfig
-    """The loss."""
-
-    def problems(self) -> list[Problem]:
-        problems, k = DecoderConfig.problems(self) + label_problems(self), self.distillation.k
-        if k > self.vocabulary_size:
-            message = f"{k} is more than the {self.vocabulary_size} ids of the vocabulary"
-            problems.append(Problem("distillation.k", message))
-        return problems
-
-    def schema(self) -> dict[str, Leaf]:
-        """The leaves of text, and those of the teacher."""
-        length, k = self.sequence_length, self.distillation.k
-        axes, size = ("seq", None), self.vocabulary_size
-        return {
-            **DecoderConfig.schema(self),
-            "teacher_ids": Leaf("int32", (length, k), axes, below=size, ignored=-1, loss_only=True),
-            "teacher_log_p": Leaf("float32", (length, k + 1), axes, loss_only=True),
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,14 +129,3 @@ def with_teacher(
     """
     settings = {field.name: getattr(student, field.name) for field in fields(student)}
     return DistilledDecoderConfig(teacher=teacher, distillation=distillation or DistillationConfig(), **settings)
-
-
-def with_stored_teacher(
-    student: DecoderConfig, distillation: TopKDistillationConfig | None = None
-) -> TaughtDecoderConfig:
-    """The student, learning from stored probabilities of a teacher.
-
-    Example: `mj.with_stored_teacher(mj.llama3("8b"), mj.TopKDistillationConfig(k=16))`
-    """
-    settings = {field.name: getattr(student, field.name) for field in fields(student)}
-    return TaughtDecoderConfig(distillation=distillation or TopKDistillationConfig(), **settings)

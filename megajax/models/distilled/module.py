@@ -3,11 +3,11 @@
 from jax import Array, lax
 
 from megajax.batch import Rows
-from megajax.kernels.distillation import Distillation, StoredTargets, TeacherTargets, TopKDistillation
+from megajax.kernels.distillation import Distillation, TeacherTargets
 from megajax.layers.embedding import VocabularyLoss, vocabulary_loss
 from megajax.mesh.layout import Layout
 from megajax.models.decoder.module import DecoderLM, scaled
-from megajax.models.distilled.config import DistilledDecoderConfig, TaughtDecoderConfig
+from megajax.models.distilled.config import DistilledDecoderConfig
 
 
 class DistilledDecoder(DecoderLM):
@@ -34,18 +34,3 @@ class DistilledDecoder(DecoderLM):
         """What the teacher's head reads, [B, S, E]."""
         states = self.teacher.hidden_states(batch["tokens"], self.teacher.context(batch))
         return scaled(states, self.cfg.teacher.logit_factor())
-
-
-class TaughtDecoder(DecoderLM):
-    """A decoder that learns from stored probabilities of a teacher."""
-
-    cfg: TaughtDecoderConfig
-
-    def token_loss(self, x: Array, batch: Rows, weights: Array) -> VocabularyLoss:
-        """The divergence from the teacher and the cross-entropy, see `DecoderLM.token_loss`."""
-        cfg, loss = self.cfg, self.cfg.distillation
-        settings = loss.mixture, loss.temperature, loss.weight, loss.label_weight, cfg.logit_cap
-        objective = TopKDistillation(*settings, tail=loss.others == "tail")
-        targets = StoredTargets(batch["labels"], batch["teacher_ids"], batch["teacher_log_p"])
-        head = scaled(x, cfg.logit_factor()), self.table(), targets, weights
-        return vocabulary_loss(self.layout, cfg.vocabulary_size, cfg.loss_chunk, objective, *head)
