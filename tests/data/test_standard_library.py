@@ -1,4 +1,4 @@
-"""Corpora from Python's standard library: its source for language models, its English for BERT and T5, sentences."""
+"""The corpus from Python's standard library: bytes for language models, lines for BERT and T5; and sentences."""
 
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -13,51 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
-from megajax.data.masked import library_text
+from megajax.data import standard_library
 from megajax.data.masked.config import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
-from megajax.data.masked.library_text import sentences
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
-from megajax.data.text import standard_library
+from megajax.data.standard_library import choose, source_files, text_lines
 from megajax.data.text.config import StandardLibraryConfig
 from megajax.data.text.indexed_dataset import tokens_path
 from megajax.data.text.split_sentences import split_sentences
-from megajax.data.text.standard_library import choose, source_files
 from megajax.models.decoder.config import text_schema
 from megajax.models.presets.encoders import bert, t5
 from megajax.tokenizers.config import ByteTokenizerConfig
 
-SOURCE = '''
-def f(x):
-    """Return the sum of all items. The result is
-    a new list.
 
-    >>> f([1, 2])
-    3
-    """
-    # This comment has two lines and says
-    # what happens next.
-    y = z
-
-    # x = y + z. No
-    # sentence ends in it
-    return x  # no sentence at all here.
-'''
-
-
-def test_sentences_are_english_and_code_is_omitted():
-    expected = [
-        "Return the sum of all items.",
-        "The result is a new list.",
-        "This comment has two lines and says what happens next.",
-    ]
-    assert list(sentences(SOURCE)) == expected
+def test_lines_have_several_words():
+    source = b'def f(x):\n    """Return the sum of items.\n\n    y = x + \xff1\n    return x\n'
+    assert text_lines(source) == ['"""Return the sum of items.', "y = x + \N{REPLACEMENT CHARACTER}1"]
 
 
 def build_corpus(folder: Path) -> tuple[str, int, bytes]:
     """The files of a first start in an empty folder: the tokenizer, its size, and the token file."""
     tokenizer = LibraryWordPieceConfig(size=400, megabytes=0.5, cache_dir=str(folder)).build()
-    file = library_text.corpus(LibrarySentencesConfig(megabytes=0.5, cache_dir=str(folder)), tokenizer, seed=1)
+    file = standard_library.corpus(LibrarySentencesConfig(megabytes=0.5, cache_dir=str(folder)), 1, tokenizer)
     return tokenizer.identity, tokenizer.vocabulary_size, file.read_all().tobytes()
 
 
@@ -115,7 +92,7 @@ def test_an_intact_file_is_reused_and_a_damaged_one_written_again(tmp_path: Path
     assert config.build().identity == identity
     for build in (
         lambda: standard_library.corpus(StandardLibraryConfig(megabytes=0.2, cache_dir=str(tmp_path)), seed=1),
-        lambda: library_text.corpus(LibrarySpansConfig(megabytes=0.5, cache_dir=str(tmp_path)), config.build(), seed=1),
+        lambda: standard_library.corpus(LibrarySpansConfig(megabytes=0.5, cache_dir=str(tmp_path)), 1, config.build()),
     ):
         file = tokens_path(build().prefix)
         before, content = file.stat().st_ino, file.read_bytes()

@@ -115,12 +115,12 @@ class PairsConfig(TokenFilesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryTextConfig(Builds):
-    """The common settings of both kinds of rows: sentences of docstrings and comments of Python's standard library."""
+    """The common settings of both kinds of rows: lines of the source files of Python's standard library."""
 
-    target: ClassVar[str] = "megajax.data.masked.library_text:build_splits"
+    target: ClassVar[str] = "megajax.data.standard_library:build_masked_splits"
 
-    megabytes: float = 16.0
-    """Size of the source files, in 10^6 bytes; each file is a document. About 4 % of it is English text."""
+    megabytes: float = 2.0
+    """Size of the source files, in 10^6 bytes; each file is a document, its lines of several words are sentences."""
     split: str = "90,9,1"
     """Shares of training, validation and test, by number of files."""
     cache_dir: PathText | None = None
@@ -144,7 +144,7 @@ class LibraryTextConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibrarySentencesConfig(LibraryTextConfig):
-    """Masked sentences for BERT from the documentation in Python's standard library. Needs no download.
+    """Masked lines for BERT from the source of Python's standard library. Needs no download.
 
     Example: `mj.LibrarySentencesConfig(megabytes=4)`
     """
@@ -161,7 +161,7 @@ class LibrarySentencesConfig(LibraryTextConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibrarySpansConfig(LibraryTextConfig):
-    """Text with masked spans for T5 from the documentation in Python's standard library. Needs no download.
+    """Text with masked spans for T5 from the source of Python's standard library. Needs no download.
 
     Example: `mj.LibrarySpansConfig(megabytes=4)`
     """
@@ -173,20 +173,20 @@ class LibrarySpansConfig(LibraryTextConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryWordPieceConfig(Builds):
-    """WordPiece with a vocabulary trained, at the first start, on the documentation in Python's standard library.
+    """WordPiece with a vocabulary trained, at the first start, on the source of Python's standard library.
 
     Needs the extra `tokenizers`, but no file.
 
     Example: `mj.LibraryWordPieceConfig(size=8192)`
     """
 
-    target: ClassVar[str] = "megajax.data.masked.library_text:build_tokenizer"
+    target: ClassVar[str] = "megajax.data.standard_library:build_tokenizer"
 
     size: int = 2000
     """Tokens of the vocabulary; [BOS], [EOS] and sentinels follow them."""
     extra_ids: int = 0
     """Sentinels <extra_id_0>, …: T5 needs one for each masked span."""
-    megabytes: float = 16.0
+    megabytes: float = 2.0
     """Size of the source files, in 10^6 bytes."""
     cache_dir: PathText | None = None
     """Folder for the vocabulary; none: the user's cache folder."""

@@ -71,7 +71,7 @@ class StandardLibraryConfig(Builds):
     Example: `mj.StandardLibraryConfig(megabytes=8)`
     """
 
-    target: ClassVar[str] = "megajax.data.text.standard_library:build_splits"
+    target: ClassVar[str] = "megajax.data.standard_library:build_splits"
 
     megabytes: float = 8.0
     """Size of the text in 10^6 bytes: whole files, one document each, up to this limit."""

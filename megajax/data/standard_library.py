@@ -1,4 +1,4 @@
-"""A corpus without a download: the source text of Python's standard library."""
+"""A corpus without a download, the source text of Python's standard library: bytes, or lines for masked models."""
 
 import os
 import platform
@@ -12,14 +12,20 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.data.masked.config import LibraryTextConfig, LibraryWordPieceConfig
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits, parse_split
 from megajax.data.text.config import BlendConfig, StandardLibraryConfig
-from megajax.data.text.gpt import DatasetBuilder, Tokenizer
+from megajax.data.text.gpt import DatasetBuilder
 from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, token_dtype
-from megajax.storage.index_cache import content_key, user_cache
+from megajax.storage.index_cache import atomic_write, content_key, user_cache
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.config import WordPieceTokenizerConfig
+from megajax.tokenizers.wordpiece import WordPieceTokenizer, train_vocabulary
 
 BYTE_EOD = 256
+FEWEST_WORDS = 4
+"""Of a line for masked models."""
 NOT_PYTHON_ITSELF = ("site-packages", "dist-packages", "__pycache__")
 
 
@@ -45,13 +51,6 @@ def choose(files: list[tuple[str, int]], limit: int, seed: int) -> list[tuple[st
             selection.append((name, size))
             total += size
     return selection
-
-
-def _write(prefix: Path, root: Path, files: list[tuple[str, int]]) -> None:
-    with IndexedWriter(prefix, token_dtype(BYTE_EOD + 1)) as writer:
-        for name, _ in files:
-            text = np.frombuffer((root / name).read_bytes(), np.uint8)
-            writer.add_document([np.append(text.astype(np.uint16), np.uint16(BYTE_EOD))])
 
 
 def library_root() -> Path:
@@ -98,18 +97,43 @@ def load_or_create[T](cache_dir: str | None, name: str, read: Callable[[Path], T
     raise UserError("the standard library's text cannot be stored anywhere:\n" + "\n".join(failures))
 
 
-def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
+def text_lines(source: bytes) -> list[str]:
+    """The lines of a file that have several words: text, and longer statements."""
+    lines = source.decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if len(line.split()) >= FEWEST_WORDS]
+
+
+def _name(files: list[tuple[str, int]], **rules: object) -> str:
+    """Name of what is written from files; a Python upgrade and other files or rules change it."""
+    key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in files], **rules})
+    return f"python-{platform.python_version()}-{len(files)}-{key[:16]}"
+
+
+def corpus(
+    config: StandardLibraryConfig | LibraryTextConfig, seed: int, tokenizer: Tokenizer | None = None
+) -> IndexedTokens:
     """The token file of the selected files, created if it does not exist.
 
-    Its name depends on the Python version and the names and sizes of the files, so a Python upgrade makes a new corpus.
+    tokenizer: makes a sequence of each of `text_lines`; None: a file is one sequence, its bytes and BYTE_EOD.
 
     Raises:
         UserError: this Python has no library sources, or no folder is writable.
     """
     files = select_files(config.megabytes, seed)
-    key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in files]})
-    name = f"python-{platform.python_version()}-{len(files)}-{key[:16]}"
-    return load_or_create(config.cache_dir, name, IndexedTokens, lambda prefix: _write(prefix, library_root(), files))
+
+    def write(prefix: Path) -> None:
+        dtype = token_dtype(BYTE_EOD + 1 if tokenizer is None else tokenizer.vocabulary_size)
+        with IndexedWriter(prefix, dtype) as writer:
+            for name, _ in files:
+                source = (library_root() / name).read_bytes()
+                if tokenizer is None:
+                    text = np.frombuffer(source, np.uint8)
+                    writer.add_document([np.append(text.astype(np.uint16), np.uint16(BYTE_EOD))])
+                elif len(lines := text_lines(source)) > 1:
+                    writer.add_document([tokenizer.encode(line) for line in lines])
+
+    rules = {} if tokenizer is None else {"lines": FEWEST_WORDS, "tokenizer": tokenizer.identity}
+    return load_or_create(config.cache_dir, _name(files, **rules), IndexedTokens, write)
 
 
 def build_splits(
@@ -130,3 +154,37 @@ def build_splits(
     blend = BlendConfig(seed=own_seed, cache_dir=config.cache_dir, isolate_documents=config.isolate_documents)
     builder = DatasetBuilder(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=own_seed)
     return builder.splits([corpus(config, own_seed)], None, parse_split(config.split), rows)
+
+
+def build_masked_splits(
+    config: LibraryTextConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int
+) -> Splits:
+    """Rows of masked lines or spans; file choice and row order follow the seed.
+
+    Raises:
+        UserError: the tokenizer lacks special tokens that the rows need; see also `corpus`.
+    """
+    own_seed = data_seed(config.seed, seed)
+    masked = config.masked(str(corpus(config, own_seed, tokenizer).prefix))
+    return masked.build(tokenizer=tokenizer, schema=schema, rows=rows, seed=own_seed)
+
+
+def build_tokenizer(config: LibraryWordPieceConfig) -> WordPieceTokenizer:
+    """The tokenizer, whose vocabulary is trained on `text_lines` if it does not exist.
+
+    Raises:
+        UserError: this Python has no library sources, no folder can be written, or the extra `tokenizers` is missing.
+    """
+    files = select_files(config.megabytes, 0)
+
+    def read(path: Path) -> WordPieceTokenizer:
+        return WordPieceTokenizer(WordPieceTokenizerConfig(vocabulary=str(path), extra_ids=config.extra_ids))
+
+    def write(path: Path) -> None:
+        lines = [line for name, _ in files for line in text_lines((library_root() / name).read_bytes())]
+        vocabulary = train_vocabulary(lambda: lines, size=config.size)
+        with atomic_write(path) as file:
+            file.write("".join(f"{token}\n" for token in vocabulary).encode())
+
+    name = f"{_name(files, lines=FEWEST_WORDS, size=config.size)}.txt"
+    return load_or_create(config.cache_dir, name, read, write)
