@@ -443,38 +443,6 @@ class Timeline:
         axes.set_yticks(labelled_rows := range(0, rows, max(1, rows // 32)), [self.rows[row] for row in labelled_rows])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Matrix:
-    """Counts of pairs as shaded cells, such as a confusion matrix: rows are normalised to their sums."""
-
-    title: str
-    x_label: str
-    y_label: str
-    names: Sequence[str]
-    """Names of both rows and columns."""
-    counts: Sequence[Sequence[int]]
-    """[K, K]."""
-
-    def plot(self, axes: Any) -> None:
-        """Draw on matplotlib axes."""
-        shares = [[count / max(sum(row), 1) for count in row] for row in self.counts]
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        labelled = range(0, len(self.names), max(1, len(self.names) // 40))
-        labels = [self.names[place] for place in labelled]
-        axes.set_xticks(labelled, labels, rotation=90 if len(self.names) > 12 else 45)
-        axes.set_yticks(labelled, labels)
-        axes.set_title(self.title)
-        axes.set_xlabel(self.x_label)
-        axes.set_ylabel(self.y_label)
-        if len(self.names) > 25:
-            return
-        for row, (counts, share) in enumerate(zip(self.counts, shares, strict=True)):
-            for column, count in enumerate(counts):
-                if count:
-                    dark = "white" if share[column] > 0.5 else "black"
-                    axes.text(column, row, str(count), ha="center", va="center", color=dark, fontsize=8)
-
-
 def save_png(
     draw: Callable[[Any], None], path: Path, *, inches: tuple[float, float], dpi: int, panels: int = 1
 ) -> None:

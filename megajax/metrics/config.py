@@ -90,10 +90,10 @@ class LoggingConfig(Builds):
     live: Literal["auto", "always", "never"] = "auto"
     """Progress bar that updates in place. auto: only on a terminal. never: one plain line per `every` steps."""
     sample: bool | None = None
-    """Print a sample at the end of training: a continued text, filled blanks, captions, or a confusion matrix. None: if
-    there is a `prompt`, or an evaluation at the end."""
+    """Print a sample at the end of training: a continued text, filled blanks or captions. None: if there is a `prompt`,
+    or an evaluation at the end."""
     prompt: str | None = None
-    """The text to continue or to fill. None: a validation row."""
+    """The text that a decoder continues. None: the start of a validation row."""
 
     def problems(self) -> list[Problem]:
         return [

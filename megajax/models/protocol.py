@@ -105,7 +105,7 @@ class ModelConfig(Protocol):
     def sampler(self) -> str | None:
         """Sample output of a trained model: a name in `megajax.tasks.end_of_run_samples.SAMPLERS`; None: no sample.
 
-        Or "module:function" of your own: (run, folder) -> a text to print; it may write pictures to the folder.
+        Or "module:function" of your own: (run, its folder) -> a text to print.
         """
         return None
 

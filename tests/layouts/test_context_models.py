@@ -29,7 +29,7 @@ from megajax.models.decoder.multi_token_prediction import shifted
 from megajax.models.presets.encoders import bert
 from megajax.models.presets.vit import llava, vit, vit_tower
 from megajax.models.protocol import ModelConfig
-from megajax.tasks.end_of_run_samples import sample_continuation
+from megajax.tasks.end_of_run_samples import sample
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.session import setup
@@ -227,7 +227,7 @@ def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str |
     run = setup(cfg, devices=jax.devices()[: parallel.without_data()])
     draw = np.random.default_rng(0)
     logits = [run.model(draw.integers(0, VOCABULARY, (3, length))) for length in (1, 7, LENGTH)]
-    answers = logits, run.evaluate(run.parts.splits.valid), sample_continuation(run, Path())
+    answers = logits, run.evaluate(run.parts.splits.valid), sample(run, Path())
     run.close()
     return answers
 

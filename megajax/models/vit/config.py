@@ -234,10 +234,6 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
         """Images, and what the head reads."""
         return {"images": self.image_leaf(), **self.head.leaves(self)}
 
-    def sampler(self) -> str | None:
-        """Samples show a confusion matrix of the classes."""
-        return "confusion"
-
     def head_facts(self) -> HeadFacts:
         """Facts of the head."""
         return self.head.facts(self)
