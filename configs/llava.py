@@ -59,13 +59,13 @@ def llava_7b_projector() -> mj.RunConfig:
 
 
 def llava_7b_debug() -> mj.RunConfig:
-    """llava_7b in a tiny size on captions of scikit-learn's handwritten digits; all of it is trained, from nothing."""
+    """llava_7b in a tiny size on captions of synthetic shapes; all of it is trained, from nothing."""
     cfg = llava_7b()
     language = mj.llama2("debug", sequence_length=40, vocabulary_size=258)
     return mj.debug_config(
         cfg,
         mj.llava(language, replace(mj.vit_tower("debug", image=16), patch=4), image_token=257),
-        data=mj.DigitCaptionsConfig(phrasings=1),
+        data=mj.MockCaptionsConfig(),
         tokenizer=mj.MultimodalTokenizerConfig(base=mj.ByteTokenizerConfig()),
         optimizer=mj.AdamWConfig(weight_decay=0.1),
         schedule=mj.ScheduleConfig(lr=2e-3, warmup_fraction=0.1),

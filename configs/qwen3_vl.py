@@ -1,8 +1,8 @@
 """Qwen3-VL (Bai et al. 2025) on conversations about images of any size. `config()` is qwen3_vl_4b.
 
-Rows are packed: several conversations of one row do not attend to each other. The sizes are those of the released
-configs; learning rates are examples. To start from released weights, `--checkpoint.weights` reads a folder from Hugging
-Face. The debug twin, qwen3_vl_4b_debug or debug, learns captions of handwritten digits from random weights.
+The sizes are those of the released configs; learning rates are examples. To start from released weights,
+`--checkpoint.weights` reads a folder from Hugging Face. The debug twin, qwen3_vl_4b_debug or debug, learns captions of
+synthetic shapes from random weights.
 
 Data:     data/conversations.jsonl with "image" (a path, or a list) and "messages" or "conversations"
 Plan:     python -m megajax.plan --config=qwen3_vl.py --devices=h100:8
@@ -49,7 +49,7 @@ def qwen3_vl_2b_debug() -> mj.RunConfig:
 
 
 def qwen3_vl_4b_debug() -> mj.RunConfig:
-    """qwen3_vl_4b in a tiny size on captions of one or two handwritten digits, in crops of several shapes."""
+    """qwen3_vl_4b in a tiny size on captions of one or two synthetic images of several sizes."""
     return _debug(qwen3_vl_4b())
 
 
@@ -64,7 +64,7 @@ def _debug(cfg: mj.RunConfig) -> mj.RunConfig:
     return mj.debug_config(
         cfg,
         model,
-        data=mj.DigitCaptionsConfig(digits=2, phrasings=1),
+        data=mj.MockCaptionsConfig(images=2),
         tokenizer=mj.MultimodalTokenizerConfig(base=mj.ByteTokenizerConfig()),
         optimizer=mj.AdamWConfig(weight_decay=0.1),
         schedule=mj.ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
@@ -87,7 +87,6 @@ def _run(size: str, parallel: mj.ParallelConfig, *, lr: float) -> mj.RunConfig:
         data=mj.ImageTextConfig(
             paths=("data/conversations.jsonl",),
             template="chatml",
-            packing="best_fit",
             before="<|vision_start|>",
             after="<|vision_end|>",
         ),

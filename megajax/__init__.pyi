@@ -17,9 +17,6 @@ from megajax.data.chat.preference_config import MockPreferencesConfig as MockPre
 from megajax.data.chat.preference_config import PreferencesConfig as PreferencesConfig
 from megajax.data.images.config import AugmentConfig as AugmentConfig
 from megajax.data.images.config import ClassFoldersConfig as ClassFoldersConfig
-from megajax.data.images.config import CropConfig as CropConfig
-from megajax.data.images.config import DigitCaptionsConfig as DigitCaptionsConfig
-from megajax.data.images.config import DigitsConfig as DigitsConfig
 from megajax.data.images.config import ImageShardsConfig as ImageShardsConfig
 from megajax.data.images.config import ImageTextConfig as ImageTextConfig
 from megajax.data.images.config import MaskFoldersConfig as MaskFoldersConfig

@@ -16,6 +16,13 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "KimiDeltaConfig.kernel": "was removed: plain JAX is the one kernel of delta nets",
         "adapters": "was removed from plans of a server: they count weights and cache",
         "adapter_rank": "was removed from plans of a server: they count weights and cache",
+        "CropConfig": "was removed: AugmentConfig has its settings",
+        "DigitCaptionsConfig": "was removed: MockCaptionsConfig needs no files either",
+        "DigitsConfig": "was removed: MockImagesConfig needs no files either",
+        "magnitude": "was removed with RandAugment: augment.colour changes colours",
+        "operations": "was removed with RandAugment: augment.colour changes colours",
+        "TeacherFilesConfig": "was removed: a teacher runs in the mesh of its student (mj.with_teacher)",
+        "with_stored_teacher": "was removed: a teacher runs in the mesh of its student (mj.with_teacher)",
     }
 )
 """CLASS.SETTING, flag with underscores, or class -> the rest of the sentence."""

@@ -8,8 +8,6 @@ from megajax.data.chat.config import ChatConfig
 from megajax.data.chat.preference_config import MockPreferencesConfig, PreferencesConfig
 from megajax.data.images.config import (
     ClassFoldersConfig,
-    DigitCaptionsConfig,
-    DigitsConfig,
     ImageShardsConfig,
     ImageTextConfig,
     MaskFoldersConfig,
@@ -39,8 +37,6 @@ DataConfig = (
     BlendConfig
     | ChatConfig
     | ClassFoldersConfig
-    | DigitCaptionsConfig
-    | DigitsConfig
     | FillInMiddleConfig
     | GlueConfig
     | ImageShardsConfig

@@ -13,12 +13,11 @@ from PIL import Image, ImageOps
 
 from megajax.config import optional_packages as missing
 from megajax.config.errors import UserError
-from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
+from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
 from megajax.data.images.transforms import (
-    OPERATIONS,
     Crop,
-    augment_image,
+    change_colours,
     crop_classes,
     crop_image,
     inner_box,
@@ -166,7 +165,7 @@ def test_centre() -> None:
 
 
 def test_random_crops_have_the_requested_area_and_ratio() -> None:
-    config, generator = CropConfig(area=(0.2, 0.6), ratio=(0.5, 2.0), flip=0.25), np.random.default_rng(0)
+    config, generator = AugmentConfig(area=(0.2, 0.6), ratio=(0.5, 2.0), flip=0.25), np.random.default_rng(0)
     crops = [random_crop((400, 300), config, generator) for _ in range(2000)]
     box = np.array([crop.box for crop in crops])
     width, height = box[:, 2] - box[:, 0], box[:, 3] - box[:, 1]
@@ -175,7 +174,7 @@ def test_random_crops_have_the_requested_area_and_ratio() -> None:
     assert ratio.min() > 0.49 and ratio.max() < 2.03 and abs(np.log(ratio).mean()) < 0.1
     assert box.min() >= 0 and box[:, 2].max() == 400 and box[:, 3].max() == 300
     assert abs(np.mean([crop.flip for crop in crops]) - 0.25) < 0.03
-    slim = random_crop((1000, 10), CropConfig(area=(1.0, 1.0)), generator)
+    slim = random_crop((1000, 10), AugmentConfig(area=(1.0, 1.0)), generator)
     assert slim.box == pytest.approx((1000 / 2 - 20 / 3, 0, 1000 / 2 + 20 / 3, 10))
 
 
@@ -188,24 +187,19 @@ def test_classes_of_the_nearest_pixel() -> None:
     assert (crop_classes(classes, Crop((1, 1, 3, 3)), (2, 2)) == classes[1:3, 1:3]).all()
 
 
-def test_operations() -> None:
-    """Each changes the image at full strength; at strength 0 only those without a strength change it."""
-    draw = np.random.default_rng(0)
-    image = Image.fromarray(draw.integers(20, 200, (32, 32, 3), dtype=np.uint8))
-    unchanged = [[(np.asarray(f(image, s, 1.0)) == np.asarray(image)).all() for f in OPERATIONS] for s in (0.0, 1.0)]
-    assert [number for number, is_unchanged in enumerate(unchanged[0]) if not is_unchanged] == [1, 2]
-    assert [number for number, is_unchanged in enumerate(unchanged[1]) if is_unchanged] == [0]
-    config = AugmentConfig(operations=2)
-    repeated = [np.asarray(augment_image(image, config, np.random.default_rng(3))) for _ in range(2)]
-    assert (repeated[0] == repeated[1]).all() and repeated[0].shape == (32, 32, 3)
-    results = {np.asarray(augment_image(image, config, np.random.default_rng(seed))).tobytes() for seed in range(40)}
-    assert len(results) > 30
+def test_colours() -> None:
+    """Grey stays grey, whatever its saturation; colours follow the generator."""
+    image = Image.fromarray(np.random.default_rng(0).integers(20, 200, (32, 32, 3), dtype=np.uint8))
+    results = {np.asarray(change_colours(image, 0.4, np.random.default_rng(seed % 20))).tobytes() for seed in range(40)}
+    assert len(results) == 20
+    assert (np.asarray(change_colours(image, 0.0, np.random.default_rng(0))) == np.asarray(image)).all()
+    grey = np.asarray(change_colours(Image.new("RGB", (4, 4), (90, 90, 90)), 0.4, np.random.default_rng(3)))
+    assert (grey == grey[0, 0, 0]).all() and 50 <= grey[0, 0, 0] <= 130
 
 
 def test_problems_of_the_settings() -> None:
     invalid = [
-        (CropConfig(area=(0.5, 0.2), ratio=(0.0, 1.0), flip=2), ["area", "ratio", "flip"]),
-        (AugmentConfig(operations=-1, magnitude=11), ["operations", "magnitude"]),
+        (AugmentConfig(area=(0.5, 0.2), ratio=(0.0, 1.0), flip=2, colour=-1), ["area", "ratio", "flip", "colour"]),
         (ClassFoldersConfig(path="x", mixup=-1, centre=0, maximum_pixels=0), ["maximum_pixels", "mixup", "centre"]),
         (ClassFoldersConfig(path="x", split="a"), ["split"]),
         (MaskFoldersConfig(path="x", classes=256, split=""), ["classes", "split"]),

@@ -10,7 +10,7 @@ from image_files import COLOURS, class_folders, gradient, mask_schema, plain, sa
 from PIL import Image
 
 from megajax.config.errors import UserError
-from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
+from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
 
@@ -67,7 +67,7 @@ def test_a_pass_reads_every_image_once_and_the_next_one_in_another_order(tmp_pat
 def test_rows_are_pure_functions_of_seed_and_row(tmp_path: Path) -> None:
     for number in range(6):
         saved(tmp_path / "a" / f"{number}.png", gradient(30 + number, 40))
-    options = {"split": "1", "mixup": 0.4, "augment": AugmentConfig(operations=3)}
+    options = {"split": "1", "mixup": 0.4, "augment": AugmentConfig(colour=0.3)}
     reads = schema(classes=1)
     rows = classes(tmp_path, Rows(18), reads=reads, **options).train
     ahead = {row: rows[row] for row in reversed(range(18))}
@@ -134,7 +134,7 @@ def test_skipped_rows_are_replaced_the_same_way_and_counted(tmp_path: Path) -> N
 
 def test_threads_read_the_same_rows(tmp_path: Path) -> None:
     """Also across many passes, whose orders are made while others are read."""
-    options = {"split": "1", "on_error": "skip", "maximum_pixels": 1_000_000, "augment": AugmentConfig(operations=1)}
+    options = {"split": "1", "on_error": "skip", "maximum_pixels": 1_000_000, "augment": AugmentConfig(colour=0.3)}
     sequential, shared = (classes(broken(tmp_path), Rows(130), **options).train for _ in range(2))
     with ThreadPoolExecutor(8) as pool:
         concurrent = list(pool.map(shared.__getitem__, range(130)))
@@ -181,7 +181,7 @@ def test_image_and_mask_are_cropped_and_flipped_together(tmp_path: Path) -> None
     saved(tmp_path / "images" / "a.png", picture)
     places = np.broadcast_to(np.arange(60, dtype=np.uint8), (40, 60))
     saved(tmp_path / "masks" / "a.png", Image.fromarray(places))
-    rows = masks(tmp_path, Rows(20), split="1", augment=CropConfig(area=(0.2, 1))).train
+    rows = masks(tmp_path, Rows(20), split="1", augment=AugmentConfig(area=(0.2, 1))).train
     rising = set()
     for number in range(20):
         row = rows[number]

@@ -1,4 +1,4 @@
-"""Digits and synthetic images: rows are deterministic and can be learned."""
+"""Synthetic images: rows are deterministic and can be learned."""
 
 from typing import Any
 
@@ -7,8 +7,7 @@ import pytest
 from image_files import mask_schema, schema
 
 from megajax.config.errors import UserError
-from megajax.data.images.config import DigitsConfig, MockImagesConfig, MockMasksConfig
-from megajax.data.images.digits import load_digits
+from megajax.data.images.config import MockImagesConfig, MockMasksConfig
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
 
@@ -20,31 +19,6 @@ def build(config: Any, rows: Rows, size: int = 16, reads: Any = None) -> Any:
 def arrays(rows: Any, reads: Any) -> tuple[np.ndarray, np.ndarray]:
     block = read_rows(rows, reads, 0, np.arange(len(rows)))
     return block["images"].astype(np.float32).reshape(len(rows), -1), block["labels"]
-
-
-def test_digits_are_split_by_class_and_disjoint() -> None:
-    digits = load_digits()
-    assert digits.images.shape == (1797, 8, 8, 3) and digits.images.max() == 255
-    parts = [part.items.digits for part in build(DigitsConfig(), Rows(None, None, None))]
-    assert sum(len(part.labels) for part in parts) == 1797
-    for part, share in zip(parts, (0.8, 0.1, 0.1), strict=True):
-        assert abs(np.bincount(part.labels) / np.bincount(digits.labels) - share).max() < 0.01
-    images = [{image.tobytes() for image in part.images} for part in parts]
-    assert sum(map(len, images)) == len(set.union(*images))
-
-
-def test_digits_are_distinguishable() -> None:
-    neighbours = pytest.importorskip("sklearn.neighbors")
-    splits = build(DigitsConfig(augment=None), Rows(None, None, None))
-    train, test = arrays(splits.train, schema(16, 10)), arrays(splits.test, schema(16, 10))
-    assert neighbours.KNeighborsClassifier(3).fit(*train).score(*test) > 0.97
-    augmented = build(DigitsConfig(), Rows(2000), 24).train
-    assert augmented[0]["images"].shape == (24, 24, 3) and augmented.passes == 2
-
-
-def test_digits_need_ten_classes() -> None:
-    with pytest.raises(UserError, match="the handwritten digits has 10 classes, the model has 3"):
-        build(DigitsConfig(), Rows(1), reads=schema())
 
 
 def test_stripes_show_their_class() -> None:
@@ -66,7 +40,6 @@ def test_rectangles_are_where_their_classes_are() -> None:
     assert green[block["labels"] == 0].min() > 80 and green[block["labels"] > 0].max() < 110
 
 
-@pytest.mark.parametrize("config", [DigitsConfig(seed=-1), MockImagesConfig(seed=-1)])
-def test_a_seed_that_no_generator_takes_is_refused(config: Any) -> None:
+def test_a_seed_that_no_generator_takes_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.seed: expected 0 to 4294967295"):
-        build(config, Rows(5))
+        build(MockImagesConfig(seed=-1), Rows(5))

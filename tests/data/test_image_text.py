@@ -1,8 +1,6 @@
 """Rows of text with images: image tokens, loss, tiles, and invalid lines."""
 
-import base64
 import gzip
-import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +12,8 @@ from image_files import gradient, plain, saved
 
 from megajax.batch import Leaf, Patches, Placeholder
 from megajax.config.errors import UserError
-from megajax.data.images.config import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig
+from megajax.data.images.config import ImageTextConfig, MockCaptionsConfig
 from megajax.data.images.decoding import ArrayPicture
-from megajax.data.images.digits import NAMES
 from megajax.data.images.transforms import affordable_tiles, fit_image, grid, tile_image
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
@@ -119,18 +116,6 @@ def test_the_tokenizer_gives_the_image_token(tmp_path: Path) -> None:
         build(caption, tokenizer=tokenizer, vocabulary=259).train[0]
 
 
-def test_images_in_base64(tmp_path: Path) -> None:
-    texts = []
-    for format in ("PNG", "JPEG", "WEBP", "GIF"):
-        file = io.BytesIO()
-        plain(RED, 8, 8).save(file, format)
-        texts.append(base64.b64encode(file.getvalue()).decode())
-    texts.append(f"data:image/png;base64,{texts[0]}")
-    rows = build(lines(tmp_path, *({"image": text, "caption": "x"} for text in texts))).train
-    for row in range(5):
-        assert abs(rows[row]["images"][0].astype(int) - RED).max() < 3
-
-
 def test_long_text_is_truncated_but_no_image(tmp_path: Path) -> None:
     row = build(lines(tmp_path, {"image": "red.png", "caption": "x" * 100})).train[0]
     assert row["loss_mask"].sum() == 63 and row["tokens"][-1] == row["labels"][-1] == ord("x")
@@ -181,46 +166,18 @@ def test_images_of_any_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("images", "reason"),
     [
-        (["red.png"] * 2, "its images have 32 patches, the model's rows have room for 24"),
+        (["red.png"] * 2, "its images have more patches than the 24 that the model's rows have room for"),
         (["red.png"] * 4, "4 images, the model's rows have 3 slots"),
     ],
 )
 def test_images_that_a_row_has_no_room_for(tmp_path: Path, images: list[str], reason: str) -> None:
-    for packing in ("lines", "best_fit"):
-        with pytest.raises(UserError, match=rf"line 1.*: {reason} \(too many images\)"):
-            built(lines(tmp_path, {"image": images, "caption": "x"}, packing=packing))[0]
+    with pytest.raises(UserError, match=rf"line 1.*: {reason} \(too many images\)"):
+        built(lines(tmp_path, {"image": images, "caption": "x"}))[0]
 
 
-def test_packed_lines(tmp_path: Path) -> None:
-    """As many as have room for their tokens, patches and images: each is a document as it is in a row of its own."""
-    records = [{"image": "red.png", "caption": "a" * number} for number in range(1, 5)]
-    records += [{"conversations": turns("?" * number, "b")} for number in range(1, 4)]
-    config = lines(tmp_path, *records, {"image": "none.png", "caption": "x"}, packing="best_fit", on_error="skip")
-    rows, single = built(config, budget=32), built(lines(tmp_path, *records), budget=32)
-    alone = {row["tokens"].tobytes(): row for row in (single[number] for number in range(len(single)))}
-    assert rows.skipped == {"cannot be read": 1} and len(rows) == 4 and 0.3 < rows.packing.fill < 0.4
-    seen = 0
-    for row in (rows[number] for number in range(len(rows))):
-        starts = np.flatnonzero(row["positions"] == 0)
-        grids, patches = iter(row["grids"]), 0
-        for document, start in enumerate(starts):
-            inside = (row["segment_ids"] == document) & (row["positions"] == np.arange(64) - start)
-            tokens = np.zeros(64, np.int32)
-            tokens[: inside.sum()] = row["tokens"][inside]
-            other, seen = alone[tokens.tobytes()], seen + 1
-            for name in ("labels", "loss_mask"):
-                assert row[name][inside].tolist() == other[name][: inside.sum()].tolist()
-            if other["grids"].any():
-                assert next(grids).tolist() == other["grids"][0].tolist()
-                assert (row["images"][patches : patches + 16] == other["images"][:16]).all()
-                patches += 16
-    assert seen == 7
-    with pytest.raises(UserError, match=r"line 8: .*cannot be read.*data.on_error=skip"):
-        built(lines(tmp_path, *records, {"image": "none.png", "caption": "x"}, packing="best_fit"), budget=32)
-    with pytest.raises(UserError, match=r"packs whole images: use data\.tiles=1"):
-        build(lines(tmp_path, *records, packing="best_fit", tiles=2))
+def test_tiles_of_images_of_any_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.tiles=2: the model reads images of any size"):
-        built(lines(tmp_path, *records, tiles=2))
+        built(lines(tmp_path, {"image": "red.png", "caption": "x"}, tiles=2))
 
 
 CAPTION = {"image": "red.png", "caption": "x"}
@@ -237,9 +194,12 @@ REFUSED = [
     ({"conversations": ["x"]}, "not a conversation", "message 1 is a str"),
     ({"messages": [{"role": r, "content": r} for r in ("system", "assistant") * 2]}, "not a conversation", "2 of them"),
     ({"image": "none.png", "caption": "x"}, "cannot be read", "none.png: No such file"),
-    ({"image": 5, "caption": "x"}, "no image", "expected a path or base64, found '5'"),
-    ({"image": "data:image/png;base64,????", "caption": "x"}, "corrupt image", "not base64"),
-    ({"image": "iVBORw0KGgoAAAA=", "caption": "x"}, "not an image", "in none of the formats"),
+    ({"image": 5, "caption": "x"}, "no image", "expected a path, found '5'"),
+    (
+        {"image": "data:image/png;base64," + "A" * 5000, "caption": "x"},
+        "no image",
+        "expected a path, found 'data:image",
+    ),
     ({"image": "red.png", "conversations": turns("x" * 80, "y")}, "too long", "no caption or answer in the 64"),
     ({"image": "red.png", "conversations": turns("x" * 60 + "<image>", "y")}, "too long", "end at position 68"),
     ({"video": "a.mp4", "conversations": turns("?", "x")}, "video", "models read images alone"),
@@ -341,24 +301,6 @@ def test_images_of_another_shape() -> None:
     assert padded.shape == cropped.shape == resized.shape == (8, 8, 3)
 
 
-def test_digits_with_captions() -> None:
-    config = DigitCaptionsConfig(digits=2)
-    splits = build(config, Rows(60, None, None), slots=2, size=16, count=4)
-    assert len(splits.test) == len(splits.valid) - 1 == 179
-    tokenizer, texts = ByteTokenizerConfig().build(), set()
-    for number in range(60):
-        row = splits.train[number]
-        count = int((row["tokens"] == TOKEN).sum()) // 4
-        text = tokenizer.decode(row["labels"][row["loss_mask"] == 1][:-1])
-        names = [word for word in text.replace(",", "").split() if word in NAMES]
-        assert len(names) == count and sum(image.any() for image in row["images"]) == count
-        assert NAMES.index(names[0]) == splits.train.items._images.label(splits.train.item(number))
-        texts.add(text)
-    assert len(texts) > 30
-    with pytest.raises(UserError, match=r"data.digits=2, and the model's rows have 1 slots"):
-        build(config, slots=1)
-
-
 def test_shapes_with_captions() -> None:
     rows = build(MockCaptionsConfig(), Rows(16), size=16, count=4).train
     tokenizer = ByteTokenizerConfig().build()
@@ -368,6 +310,22 @@ def test_shapes_with_captions() -> None:
         brightest = row["images"][0].reshape(-1, 3).max(axis=0)
         assert ("red" in text) == (brightest[0] > 100 and brightest[1] < 100)
         assert text.split()[2] in ("disc", "square")
+
+
+def test_several_shapes_of_any_size() -> None:
+    """Each image has its words and its tokens; images differ in shape."""
+    config, tokenizer = MockCaptionsConfig(images=2), ByteTokenizerConfig().build()
+    rows = config.build(tokenizer=tokenizer, schema=patched(budget=32), rows=Rows(40), seed=1).train
+    counts, grids = set(), set()
+    for row in (rows[number] for number in range(40)):
+        words = tokenizer.decode(row["labels"][row["loss_mask"] == 1][:-1]).split(" and ")
+        used = [tuple(grid) for grid in row["grids"].tolist() if any(grid)]
+        assert len(words) == len(used) and (row["tokens"] == TOKEN).sum() == sum(a * b for a, b in used) // 4
+        counts.add(len(words))
+        grids.update(used)
+    assert counts == {1, 2} and len(grids) > 1
+    with pytest.raises(UserError, match=r"data.images=2, and the model's rows have 1 slots"):
+        build(config, slots=1)
 
 
 def test_settings() -> None:

@@ -16,7 +16,6 @@ from tiny_runs import QUICK
 
 from megajax import convert
 from megajax.checkpoint.weights.foreign import demand_fit
-from megajax.data.images.image_text import document_leaves
 from megajax.data.images.transforms import patch_image
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.images import ImageReader, ReadImage, image_input
@@ -33,6 +32,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.models.presets.qwen import qwen3_vl
+from tests.models.test_qwen_vl import document_leaves
 
 IMAGE, ROWS, TOLERANCE = 120, ("text", "one", "several", "start", "end"), 5e-5
 

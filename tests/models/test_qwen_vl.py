@@ -13,7 +13,6 @@ from megajax.batch import Batch
 from megajax.config import load
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.data.images.image_text import document_leaves
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
@@ -66,6 +65,13 @@ def model(dropout: float = 0.0, features: tuple[int, ...] = (0, 1)) -> QwenVLCon
         loss_chunk=24,
     )
     return qwen_vl(language, vision, image_token=IMAGE, slots=SLOTS)
+
+
+def document_leaves(lengths: list[int], length: int) -> dict[str, np.ndarray]:
+    """Positions and segment ids of a row of texts of these lengths, and one document of padding."""
+    parts = [*lengths, length - sum(lengths)]
+    positions = np.concatenate([np.arange(part, dtype=np.int32) for part in parts])
+    return {"positions": positions, "segment_ids": np.repeat(np.arange(len(parts), dtype=np.int32), parts)}
 
 
 def batches(seed: int) -> Batch:

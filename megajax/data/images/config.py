@@ -32,10 +32,10 @@ def range_problems(setting: str, bounds: tuple[float, float], most: float) -> li
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CropConfig:
-    """Random crops of training images, resized to the model's size (Szegedy et al. 2014), and flips.
+class AugmentConfig:
+    """Random crops of training images, resized to the model's size (Szegedy et al. 2014), flips and colours.
 
-    Example: `mj.CropConfig(area=(0.25, 1.0))`
+    Example: `mj.AugmentConfig(area=(0.25, 1.0), colour=0.4)`
     """
 
     area: tuple[float, float] = (0.08, 1.0)
@@ -44,27 +44,12 @@ class CropConfig:
     """Least and largest ratio of width to height of the crop, before it is resized."""
     flip: float = 0.5
     """Probability of mirroring left and right."""
+    colour: float = 0.0
+    """Brightness, contrast and saturation are each multiplied by a random factor from 1 - colour to 1 + colour."""
 
     def problems(self) -> list[Problem]:
         ranges = range_problems("area", self.area, 1) + range_problems("ratio", self.ratio, 100)
-        return ranges + between("flip", self.flip, 0, 1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AugmentConfig(CropConfig):
-    """Random crops and flips, then random operations on shape and colour (RandAugment, Cubuk et al. 2019).
-
-    Example: `mj.AugmentConfig(operations=2, magnitude=9)`
-    """
-
-    operations: int = 0
-    """Operations on each image, drawn from 14 with repetition; 0 for none."""
-    magnitude: float = 9.0
-    """Strength of the operations, 0 to 10."""
-
-    def problems(self) -> list[Problem]:
-        strength = between("operations", self.operations, 0, 14) + between("magnitude", self.magnitude, 0, 10)
-        return CropConfig.problems(self) + strength
+        return ranges + between("flip", self.flip, 0, 1) + between("colour", self.colour, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +152,7 @@ class MaskFoldersConfig(ImagesConfig):
     itself, which is then split."""
     split: str = "90,10,0"
     """Shares of training, validation and test, if `path` has no train/."""
-    augment: CropConfig | None = field(default_factory=CropConfig)
+    augment: AugmentConfig | None = field(default_factory=AugmentConfig)
     """Changes of training images and their masks; none: they are cropped as for evaluation."""
     centre: float = 1.0
     """Side of the centre crop for evaluation, as a share of the shorter side of the image."""
@@ -182,30 +167,6 @@ class MaskFoldersConfig(ImagesConfig):
         problems = ImagesConfig.problems(self) + between("centre", self.centre, 0.01, 1)
         problems += between("classes", self.classes, 1, 255) if self.classes is not None else []
         return problems + split_problems(self.split)
-
-
-def digits_augmentation() -> AugmentConfig:
-    """Changes after which an 8x8 digit is still the same digit."""
-    return AugmentConfig(area=(0.7, 1.0), ratio=(0.85, 1.18), flip=0.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DigitsConfig(ClassImagesConfig):
-    """The 1,797 handwritten digits of scikit-learn, 8x8 in grey, enlarged to the model's images. Needs no download.
-
-    80 % of each digit are for training, 10 % for validation and 10 % for test, independent of the seed.
-
-    Example: `mj.DigitsConfig()`
-    """
-
-    target: ClassVar[str] = "megajax.data.images.digits:build_digits"
-
-    augment: AugmentConfig | None = field(default_factory=digits_augmentation)
-    """Changes of training images; none: they are used as they are."""
-    centre: float = 1.0
-    """Side of the centre crop for evaluation, as a share of the image."""
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """How rows are read ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,7 +249,7 @@ class ImageTextConfig(ImageTextRowsConfig):
 
     {"image": PATH, "caption": TEXT}, or {"image": PATH, "messages": [{"role": "user", "content": "<image> What is
     this?"}, {"role": "assistant", "content": TEXT}]}, likewise "conversations" with "from" and "value". PATH can also
-    be the image in base64, or a list of images.
+    be a list of paths.
 
     Example: `mj.ImageTextConfig(paths=("data/captions.jsonl",), split="90,10")`
     """
@@ -311,55 +272,14 @@ class ImageTextConfig(ImageTextRowsConfig):
     """Placeholder of an image in messages; without any, the images precede the first message of the user."""
     template: PathText = "plain"
     """Renders conversations as text, as in ChatConfig."""
-    packing: Literal["lines", "best_fit"] = "lines"
-    """lines: a row for each line. best_fit: rows of several lines with little padding, which do not attend to each
-    other; the first start reads all lines and the sizes of their images."""
     cache_dir: PathText | None = None
     """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
-
-    def leaves(self) -> dict[str, str]:
-        """The leaves of a row, name -> dtype."""
-        leaves = ImageTextRowsConfig.leaves(self)
-        return leaves | {"segment_ids": "int32"} if self.packing == "best_fit" else leaves
 
     def problems(self) -> list[Problem]:
         problems = (
             ImageTextRowsConfig.problems(self) + split_problems(self.split) + paths_problems(self, "files", PATHS_HINT)
         )
         return problems + ([] if self.marker else [Problem("marker", "is empty", "use <image>")])
-
-
-def digit_crops() -> CropConfig:
-    """Crops after which an 8x8 digit is still the same digit."""
-    return CropConfig(area=(0.7, 1.0), ratio=(0.85, 1.18), flip=0.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DigitCaptionsConfig(ImageTextRowsConfig):
-    """The handwritten digits of scikit-learn with captions such as "the digit seven". Needs no download.
-
-    Training, validation and test have the same digits as in DigitsConfig.
-
-    Example: `mj.DigitCaptionsConfig(phrasings=1)`
-    """
-
-    target: ClassVar[str] = "megajax.data.images.digits:build_captions"
-
-    digits: int = 1
-    """Maximum number of digits in a row, each an image: "the digits one and seven"."""
-    phrasings: int = 4
-    """Number of phrasings of captions, drawn at random; 1: always "the digit seven"."""
-    augment: CropConfig | None = field(default_factory=digit_crops)
-    """Changes of training images; none: they are used as they are."""
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """How rows are read ahead."""
-
-    def problems(self) -> list[Problem]:
-        return (
-            ImageTextRowsConfig.problems(self)
-            + between("digits", self.digits, 1, 10)
-            + between("phrasings", self.phrasings, 1, 4)
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,3 +290,9 @@ class MockCaptionsConfig(ImageTextRowsConfig):
     """
 
     target: ClassVar[str] = "megajax.data.images.mock:build_captions"
+
+    images: int = 1
+    """Maximum number of images in a row: "a red disc and a blue square"."""
+
+    def problems(self) -> list[Problem]:
+        return ImageTextRowsConfig.problems(self) + between("images", self.images, 1, 10)

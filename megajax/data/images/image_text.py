@@ -1,9 +1,6 @@
 """Rows of text with images: tokens with image placeholders, loss on captions and answers, and the images in slots."""
 
-import base64
-import binascii
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,15 +11,13 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.chat.files import BadLine, conversations_of, tokenize_parts
-from megajax.data.images.config import CropConfig, ImageTextConfig, ImageTextRowsConfig
-from megajax.data.images.decoding import Picture, StoredPicture, check_bytes, is_compressed, read_at, read_bounded
-from megajax.data.images.packs import Packs, packed
+from megajax.data.images.config import ImageTextConfig, ImageTextRowsConfig
+from megajax.data.images.decoding import Picture, StoredPicture, is_compressed, read_at, read_bounded
 from megajax.data.images.row_images import RowImages, row_images
 from megajax.data.progress_line import Progress
-from megajax.data.rows.packing import padding_lengths
 from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem, splits_from_paths
 from megajax.data.rows.splits import Rows, Splits
-from megajax.storage.index_cache import Arrays, content_key, index_folder, load_or_build
+from megajax.storage.index_cache import Arrays, index_folder, load_or_build
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 IMAGE = None
@@ -40,8 +35,8 @@ class Sample(NamedTuple):
 class Samples(Items, Protocol):
     """Text with images, by number."""
 
-    def samples(self, item: int, generator: np.random.Generator) -> list[Sample]:
-        """The texts of a row. Raises UnreadableItem."""
+    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+        """The text of a row. Raises UnreadableItem."""
         ...
 
 
@@ -93,82 +88,39 @@ class TextWriter(NamedTuple):
         return tokens[: room + 1], weights[: room + 1]
 
 
-class TextMeasure(NamedTuple):
-    """Measures texts for rows of `length` tokens."""
-
-    length: int
-    images: RowImages
-    writer: TextWriter
-
-    def identity(self) -> list[str]:
-        """As in `Measure`."""
-        tokenizer, *writer = self.writer
-        return [str(self.length), repr(self.images), repr(writer), tokenizer.identity]
-
-    def __call__(self, sample: Sample) -> tuple[int, float]:
-        """As in `Measure`."""
-        counts, share = self.images.room(sample.pictures)
-        return min(len(self.writer.fitted(sample, counts, self.length)[0]), self.length), share
-
-
 class ImageTextRows(ItemRows[Samples]):
     """Rows of text with images.
 
     tokens: int32 [S]; an image or tile is as many image tokens as it has positions, in their order. Padding is 0.
     labels: int32 [S], the token after each input. Padding is 0.
     loss_mask: float32 [S], 1 where the label belongs to a caption or an answer, or ends it.
-    positions: int32 [S], from 0 in each text; the padding continues the last one.
-    segment_ids: int32 [S], number of the text in the row; see `padding_lengths` for padding.
+    positions: int32 [S], from 0.
     images, and more: see `RowImages`.
     """
 
     def __init__(self, items: Samples, order: RowOrder, *, length: int, images: RowImages, writer: TextWriter):
         super().__init__(items, order)
         self.length, self.images, self.writer = length, images, writer
-        if isinstance(items, Packs):
-            self.packing, self.skipped = items.packing, Counter(items.skipped)
 
     def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
-        samples, length = self.items.samples(item, generator), self.length
-        counts, row = self.images.arrays([picture for sample in samples for picture in sample.pictures], generator)
-        for name, dtype in (("tokens", np.int32), ("labels", np.int32), ("loss_mask", np.float32)):
-            row[name] = np.zeros(length, dtype)
-        waiting, lengths = iter(counts), list[int]()
-        for sample in samples:
-            start = sum(lengths)
-            tokens, weights = self.writer.fitted(sample, [next(waiting) for _ in sample.pictures], length - start)
-            inside = slice(start, start + len(tokens) - 1)
-            row["labels"][inside], row["loss_mask"][inside] = tokens[1:], weights[1:]
-            lengths.append(min(len(tokens), length - start))
-            row["tokens"][start : start + lengths[-1]] = tokens[: lengths[-1]]
-        return row | document_leaves(lengths, length)
+        sample, length = self.items.sample(item, generator), self.length
+        counts, row = self.images.arrays(sample.pictures)
+        tokens, weights = self.writer.fitted(sample, counts, length)
+        parts = {"tokens": tokens[:length], "labels": tokens[1:], "loss_mask": weights[1:]}
+        row |= {name: np.pad(part, (0, length - len(part))) for name, part in parts.items()}
+        return row | {"positions": np.arange(length, dtype=np.int32)}
 
 
-def document_leaves(lengths: Sequence[int], length: int) -> dict[str, np.ndarray]:
-    """`positions` and `segment_ids` of a row of texts of these lengths, and padding."""
-    padding = length - sum(lengths)
-    parts = np.array(lengths) if not padding else np.append(lengths, padding_lengths(padding, len(lengths)))
-    starts = np.minimum(np.cumsum(parts) - parts, sum(lengths[:-1]))
-    return {
-        "positions": (np.arange(length) - np.repeat(starts, parts)).astype(np.int32),
-        "segment_ids": np.repeat(np.arange(len(parts)), parts).astype(np.int32),
-    }
-
-
-def image_text_rows(
-    config: ImageTextRowsConfig, *, tokenizer: Any, schema: Schema, seed: int, augment: CropConfig | None = None
-) -> MakeRows:
+def image_text_rows(config: ImageTextRowsConfig, *, tokenizer: Any, schema: Schema, seed: int) -> MakeRows:
     """A function (samples, position of the split, number of rows) -> rows, according to the config.
-
-    augment: random crops of training images.
 
     Raises:
         UserError: the image tokens of tokenizer and model differ, or an image or its tiles do not fit into a row.
     """
-    length, images = schema["tokens"].positions(), row_images(config, schema, augment)
+    length, images = schema["tokens"].positions(), row_images(config, schema)
     place = schema["images"].placeholder
     assert place is not None
-    whole, token = images if augment is None else row_images(config, schema, None), place.token
+    token = place.token
     tokenizer_id = tokenizer.specials.get("image", token)
     if tokenizer_id != token:
         raise UserError(
@@ -184,11 +136,8 @@ def image_text_rows(
     writer = TextWriter(tokenizer, token, config.before, config.after)
 
     def make(items: Any, position: int, row_count: int | None) -> ImageTextRows:
-        if isinstance(config, ImageTextConfig) and config.packing == "best_fit":
-            measure, folder = TextMeasure(length, whole, writer), index_folder(config.cache_dir)
-            items = packed(items, length, measure, stops=config.on_error == "stop", folder=folder)
-        order, shapes = RowOrder.of(config, row_count, seed, position), images if position == 0 else whole
-        return ImageTextRows(items, order, length=length, images=shapes, writer=writer)
+        order = RowOrder.of(config, row_count, seed, position)
+        return ImageTextRows(items, order, length=length, images=images, writer=writer)
 
     return make
 
@@ -202,9 +151,7 @@ NO_VIDEO = "a line with a video: models read images alone"
 BLOCK = 1 << 24
 LONGEST_LINE = 1 << 30
 NEWLINE = 10
-DATA_URL = "data:"
-BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
-"""First characters of JPEG, PNG, GIF and WebP in base64."""
+LONGEST_PATH = 4096
 
 
 class Lines(NamedTuple):
@@ -223,8 +170,8 @@ class Lines(NamedTuple):
 class ImageTextLines:
     """The lines of files."""
 
-    def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig, identity: str):
-        self._paths, self.lines, self._config, self.identity = paths, lines, config, identity
+    def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig):
+        self._paths, self.lines, self._config = paths, lines, config
         self._template = ChatTemplate(config.template)
         self.index_files: tuple[Path, ...] = ()
 
@@ -245,10 +192,9 @@ class ImageTextLines:
 
     def subset(self, items: np.ndarray) -> "ImageTextLines":
         """Only these lines."""
-        identity = f"{self.identity}:{content_key({'items': items.tolist()})}"
-        return ImageTextLines(self._paths, Lines(*(values[items] for values in self.lines)), self._config, identity)
+        return ImageTextLines(self._paths, Lines(*(values[items] for values in self.lines)), self._config)
 
-    def samples(self, item: int, generator: np.random.Generator) -> list[Sample]:
+    def sample(self, item: int, generator: np.random.Generator) -> Sample:
         """The images and text of a line. Raises UnreadableItem."""
         del generator
         path, size = self._paths[self.lines.files[item]], int(self.lines.sizes[item])
@@ -261,7 +207,7 @@ class ImageTextLines:
         if not isinstance(line, Mapping):
             raise UnreadableItem("no JSON", f"expected an object, found {str(line)[:50]!r}")
         folder = Path(self._config.image_folder).expanduser() if self._config.image_folder else path.parent
-        return [read_line(line, folder, self._template, self._config)]
+        return read_line(line, folder, self._template, self._config)
 
 
 def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, config: ImageTextConfig) -> Sample:
@@ -339,21 +285,13 @@ def _conversation(
 
 
 def read_picture(source: object, folder: Path, maximum_pixels: int) -> Picture:
-    """An image from a path or base64. Raises UnreadableItem."""
-    if not isinstance(source, str):
-        raise UnreadableItem("no image", f"expected a path or base64, found {str(source)[:50]!r}")
-    if not source.startswith((DATA_URL, *BASE64_STARTS)):
-        try:
-            return StoredPicture(read_bounded(folder / source, maximum_pixels), maximum_pixels)
-        except UnreadableItem as error:
-            raise UnreadableItem(error.reason, f"{folder / source}: {error}") from error
-    text = source.partition(",")[2] if source.startswith(DATA_URL) else source
-    check_bytes(len(text) * 3 // 4, maximum_pixels)
+    """An image from a path. Raises UnreadableItem."""
+    if not isinstance(source, str) or len(source) > LONGEST_PATH:
+        raise UnreadableItem("no image", f"expected a path, found {str(source)[:50]!r}")
     try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise UnreadableItem("corrupt image", f"not base64: {error}") from error
-    return StoredPicture(data, maximum_pixels)
+        return StoredPicture(read_bounded(folder / source, maximum_pixels), maximum_pixels)
+    except UnreadableItem as error:
+        raise UnreadableItem(error.reason, f"{folder / source}: {error}") from error
 
 
 def build_index(paths: Sequence[Path]) -> Arrays:
@@ -403,8 +341,7 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
     lines = Lines(**arrays)
     if not len(lines.sizes):
         raise UserError(f"{', '.join(map(str, paths))}: no lines")
-    reads = [repr(config.image_folder), config.marker, config.prompt, ChatTemplate(config.template).identity]
-    text_lines = ImageTextLines(paths, lines, config, content_key({"files": facts, "reads": reads}))
+    text_lines = ImageTextLines(paths, lines, config)
     text_lines.index_files = arrays.files
     return text_lines
 

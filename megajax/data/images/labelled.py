@@ -1,15 +1,15 @@
 """Rows of images with labels: one class for the image or one for each pixel."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.images.config import AugmentConfig, ClassImagesConfig, CropConfig
+from megajax.data.images.config import AugmentConfig, ClassImagesConfig
 from megajax.data.images.decoding import Picture
-from megajax.data.images.transforms import Crop, augment_image, crop_classes, crop_image, inner_box, random_crop
+from megajax.data.images.transforms import Crop, change_colours, crop_classes, crop_image, inner_box, random_crop
 from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
 
 IGNORED = 255
@@ -49,12 +49,12 @@ class Framing:
 
     Attributes:
         size: width and height.
-        augment: random crops; None: center crops.
+        augment: random crops and colours; None: center crops.
         centre: side of the center crop, as a share of the largest one.
     """
 
     size: tuple[int, int]
-    augment: CropConfig | None
+    augment: AugmentConfig | None
     centre: float
 
     def crop(self, size: tuple[int, int], generator: np.random.Generator) -> Crop:
@@ -62,6 +62,13 @@ class Framing:
         if self.augment is not None:
             return random_crop(size, self.augment, generator)
         return Crop(inner_box(size, self.size[0] / self.size[1], self.centre))
+
+    def pixels(self, picture: Picture, crop: Crop, generator: np.random.Generator) -> np.ndarray:
+        """The crop of an image, uint8 [H, W, 3]. Raises UnreadableItem."""
+        image = crop_image(picture, crop, self.size)
+        if self.augment is not None and self.augment.colour:
+            image = change_colours(image, self.augment.colour, generator)
+        return np.asarray(image)
 
 
 def image_size(schema: Schema) -> tuple[int, int]:
@@ -111,10 +118,7 @@ class ClassRows(ItemRows[ClassImages]):
 
     def _image(self, item: int, generator: np.random.Generator) -> np.ndarray:
         framing, picture = self._framing, self.items.picture(item)
-        image: Any = crop_image(picture, framing.crop(picture.size, generator), framing.size)
-        if isinstance(framing.augment, AugmentConfig):
-            image = augment_image(image, framing.augment, generator)
-        return np.asarray(image)
+        return framing.pixels(picture, framing.crop(picture.size, generator), generator)
 
 
 def class_rows(config: ClassImagesConfig, schema: Schema, seed: int) -> MakeRows:
@@ -148,6 +152,6 @@ class MaskRows(ItemRows[MaskImages]):
             detail = f"the mask has class {largest}; data.classes={self._classes} and {IGNORED} as ignored"
             raise UnreadableItem("unknown class", detail)
         crop = self._framing.crop(picture.size, generator)
-        image = np.asarray(crop_image(picture, crop, self._framing.size))
+        image = self._framing.pixels(picture, crop, generator)
         labels = crop_classes(classes, crop, self._framing.size)
         return {"images": image, "labels": labels, "loss_mask": COUNTS}

@@ -1,11 +1,13 @@
 """Synthetic images that a model can learn, for tests and to measure speed, without files or decoding."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from megajax.batch import Schema
+from megajax.config.errors import UserError
 from megajax.data.images.config import MockCaptionsConfig, MockImagesConfig, MockMasksConfig
 from megajax.data.images.decoding import ArrayPicture
 from megajax.data.images.image_text import Sample, caption_sample, image_text_rows
@@ -107,10 +109,13 @@ SHAPES = ("disc", "square")
 
 
 class Shapes:
-    """Images of a coloured shape on dark noise, with captions such as "a red disc"."""
+    """Images of a coloured shape on dark noise, with captions such as "a red disc".
 
-    def __init__(self, size: tuple[int, int], prompt: str):
-        self._size, self._prompt = size, prompt
+    least, most: width and height of the smallest and the largest images.
+    """
+
+    def __init__(self, config: MockCaptionsConfig, least: tuple[int, int], most: tuple[int, int]):
+        self._images, self._prompt, self._least, self._most = config.images, config.prompt, least, most
 
     def __len__(self) -> int:
         return ONE_PASS
@@ -119,23 +124,43 @@ class Shapes:
         """Name of the image in messages."""
         return f"synthetic image {item}"
 
-    def samples(self, item: int, generator: np.random.Generator) -> list[Sample]:
-        """An image and its caption."""
-        (width, height), shape = self._size, SHAPES[item % len(SHAPES)]
-        colour = list(COLOURS)[item // len(SHAPES) % len(COLOURS)]
+    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+        """Images and their caption."""
+        more = int(generator.integers(self._images)) if self._images > 1 else 0
+        kinds = [item, *generator.integers(ONE_PASS, size=more).tolist()]
+        names, pictures = zip(*(self._picture(kind, generator) for kind in kinds), strict=True)
+        return caption_sample(pictures, self._prompt, " and ".join(names))
+
+    def _picture(self, kind: int, generator: np.random.Generator) -> tuple[str, ArrayPicture]:
+        width, height = self._least
+        if self._most != self._least:
+            width, height = generator.integers(self._least, self._most, endpoint=True).tolist()
+        shape, colour = SHAPES[kind % len(SHAPES)], list(COLOURS)[kind // len(SHAPES) % len(COLOURS)]
         radius = max(2.0, min(width, height) * generator.uniform(0.2, 0.35))
         across = np.abs(np.arange(width) - generator.uniform(radius, width - radius))
         down = np.abs(np.arange(height) - generator.uniform(radius, height - radius))[:, None]
         inside = across**2 + down**2 < radius**2 if shape == "disc" else (across < radius) & (down < radius)
         noise = generator.integers(0, NOISE, (height, width, 3), dtype=np.uint8)
         pixels = np.where(inside[..., None], np.array(COLOURS[colour], np.uint8), noise)
-        return [caption_sample([ArrayPicture(pixels)], self._prompt, f"a {colour} {shape}")]
+        return f"a {colour} {shape}", ArrayPicture(pixels)
 
 
 def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Rows of shapes with captions for the splits that a run requests."""
+    """Rows of shapes with captions for the splits that a run requests.
+
+    Raises UserError: more images than the model's rows have slots for.
+    """
     make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed)
-    return splits_from_items(lambda _: Shapes(image_size(schema), config.prompt), rows, make)
+    leaf, slots = schema["images"], (schema.get("grids") or schema["images"]).shape[0]
+    if config.images > slots:
+        raise UserError(f"data.images={config.images}, and the model's rows have {slots} slots for images.")
+    patches = None if leaf.placeholder is None else leaf.placeholder.patches
+    if patches is None:
+        least = most = image_size(schema)
+    else:  # about the fewest patches, in many shapes
+        side = math.isqrt(patches.least) * patches.side
+        least, most = (side, side), (3 * side // 2, 3 * side // 2)
+    return splits_from_items(lambda _: Shapes(config, least, most), rows, make)
 
 
 def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:

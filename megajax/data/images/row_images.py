@@ -7,33 +7,18 @@ import numpy as np
 
 from megajax.batch import Patches, Schema
 from megajax.config.errors import UserError
-from megajax.data.images.config import CropConfig, ImageTextRowsConfig
+from megajax.data.images.config import ImageTextRowsConfig
 from megajax.data.images.decoding import Picture
 from megajax.data.images.labelled import image_size
-from megajax.data.images.transforms import (
-    affordable_tiles,
-    crop_image,
-    fit_image,
-    patch_grid,
-    patch_image,
-    random_crop,
-    tile_image,
-)
+from megajax.data.images.transforms import affordable_tiles, fit_image, patch_image, tile_image
 from megajax.data.rows.shuffled_items import UnreadableItem
 
 
 class RowImages(Protocol):
     """How the images of a row become arrays."""
 
-    def arrays(
-        self, pictures: Sequence[Picture], generator: np.random.Generator
-    ) -> tuple[list[int], dict[str, np.ndarray]]:
+    def arrays(self, pictures: Sequence[Picture]) -> tuple[list[int], dict[str, np.ndarray]]:
         """The image tokens of each picture, and the arrays of the row. Raises UnreadableItem."""
-        ...
-
-    def room(self, pictures: Sequence[Picture]) -> tuple[list[int], float]:
-        """The image tokens of whole pictures, and the share that they fill of the images of a row. Raises
-        UnreadableItem."""
         ...
 
 
@@ -47,33 +32,20 @@ class ImageSlots(NamedTuple):
     """Of a slot."""
     tiles: int
     fit: Literal["pad", "crop", "stretch"]
-    augment: CropConfig | None
-    """Random crops of the images; None: whole images."""
 
-    def arrays(
-        self, pictures: Sequence[Picture], generator: np.random.Generator
-    ) -> tuple[list[int], dict[str, np.ndarray]]:
+    def arrays(self, pictures: Sequence[Picture]) -> tuple[list[int], dict[str, np.ndarray]]:
         """As in `RowImages`."""
         _demand_slots(len(pictures), self.slots)
-        filled = [self._slots(picture, len(pictures), generator) for picture in pictures]
+        filled = [self._slots(picture, len(pictures)) for picture in pictures]
         images = np.zeros((self.slots, *self.size[::-1], 3), np.uint8)
         for slot, image in enumerate(image for tiles in filled for image in tiles):
             images[slot] = image
         return [len(tiles) * self.tokens for tiles in filled], {"images": images}
 
-    def room(self, pictures: Sequence[Picture]) -> tuple[list[int], float]:
-        """As in `RowImages`. Tiles depend on all images of a row, so there is no room for those of other texts."""
-        if self.tiles > 1:
-            raise UserError("data.packing=best_fit packs whole images: use data.tiles=1, or packing=lines")
-        _demand_slots(len(pictures), self.slots)
-        return [self.tokens] * len(pictures), len(pictures) / self.slots
-
-    def _slots(self, picture: Picture, count: int, generator: np.random.Generator) -> list[np.ndarray]:
+    def _slots(self, picture: Picture, count: int) -> list[np.ndarray]:
         """The images that a picture, one of `count`, puts into slots."""
         if self.tiles > 1:
             return tile_image(picture, self.size, affordable_tiles(count, self.slots, self.tiles))
-        if self.augment is not None:
-            return [np.asarray(crop_image(picture, random_crop(picture.size, self.augment, generator), self.size))]
         return [fit_image(picture, self.size, self.fit)]
 
 
@@ -85,37 +57,21 @@ class PatchRow(NamedTuple):
     budget: int
     """Patches of a row."""
     patches: Patches
-    augment: CropConfig | None
-    """Random crops of the images; None: whole images."""
 
-    def arrays(
-        self, pictures: Sequence[Picture], generator: np.random.Generator
-    ) -> tuple[list[int], dict[str, np.ndarray]]:
+    def arrays(self, pictures: Sequence[Picture]) -> tuple[list[int], dict[str, np.ndarray]]:
         """As in `RowImages`."""
         _demand_slots(len(pictures), self.slots)
         images = np.zeros((self.budget, self.patches.side**2 * 3), np.uint8)
         grids, filled, counts = np.zeros((self.slots, 2), np.int32), 0, list[int]()
         for number, picture in enumerate(pictures):
-            crop = None if self.augment is None else random_crop(picture.size, self.augment, generator)
-            patches, grids[number] = patch_image(picture, self.patches, crop)
-            self._demand_room(filled + len(patches))
+            patches, grids[number] = patch_image(picture, self.patches)
+            if filled + len(patches) > self.budget:
+                detail = f"its images have more patches than the {self.budget} that the model's rows have room for"
+                raise UnreadableItem("too many images", detail)
             images[filled : filled + len(patches)] = patches
             filled += len(patches)
             counts.append(len(patches) // self.patches.merge**2)
         return counts, {"images": images, "grids": grids}
-
-    def room(self, pictures: Sequence[Picture]) -> tuple[list[int], float]:
-        """As in `RowImages`."""
-        _demand_slots(len(pictures), self.slots)
-        counts = [rows * columns for rows, columns in (patch_grid(picture.size, self.patches) for picture in pictures)]
-        self._demand_room(sum(counts))
-        share = max(len(pictures) / self.slots, sum(counts) / self.budget)
-        return [count // self.patches.merge**2 for count in counts], share
-
-    def _demand_room(self, patches: int) -> None:
-        if patches > self.budget:
-            detail = f"its images have {patches} patches, the model's rows have room for {self.budget}"
-            raise UnreadableItem("too many images", detail)
 
 
 def _demand_slots(images: int, slots: int) -> None:
@@ -123,8 +79,8 @@ def _demand_slots(images: int, slots: int) -> None:
         raise UnreadableItem("too many images", f"{images} images, the model's rows have {slots} slots")
 
 
-def row_images(config: ImageTextRowsConfig, schema: Schema, augment: CropConfig | None) -> RowImages:
-    """How the images of a model with this schema become arrays. augment: random crops.
+def row_images(config: ImageTextRowsConfig, schema: Schema) -> RowImages:
+    """How the images of a model with this schema become arrays.
 
     Raises:
         UserError: an image, or its tiles, do not fit into a row.
@@ -141,11 +97,11 @@ def row_images(config: ImageTextRowsConfig, schema: Schema, augment: CropConfig 
     if leaf.placeholder.patches is not None:
         if config.tiles > 1:
             raise UserError(f"data.tiles={config.tiles}: the model reads images of any size without tiles. Use tiles=1")
-        return PatchRow(schema["grids"].shape[0], leaf.shape[0], leaf.placeholder.patches, augment)
+        return PatchRow(schema["grids"].shape[0], leaf.shape[0], leaf.placeholder.patches)
     slots = leaf.shape[0]
     if config.tiles > 1 and config.tiles >= slots:
         raise UserError(
             f"data.tiles={config.tiles}: an image in tiles and the small copy take up to {config.tiles + 1} slots, and "
             f"the model's rows have {slots}. Use fewer tiles or more slots."
         )
-    return ImageSlots(slots, image_size(schema), tokens, config.tiles, config.fit, augment)
+    return ImageSlots(slots, image_size(schema), tokens, config.tiles, config.fit)

@@ -1,24 +1,18 @@
-"""Crops, flips and random operations on images, with Pillow; random numbers come from the generator of a row."""
+"""Crops, flips and colours of images, with Pillow; random numbers come from the generator of a row."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from megajax.batch import Patches
 from megajax.config.optional_packages import require
-from megajax.data.images.config import AugmentConfig, CropConfig
+from megajax.data.images.config import AugmentConfig
 from megajax.data.images.decoding import Picture
 from megajax.data.rows.shuffled_items import UnreadableItem
 
 TRIES = 10
 """Random crops that are tried before the largest centered crop with an allowed ratio is used."""
-GREY = (128, 128, 128)
-"""Fills the pixels that an operation uncovers."""
-ROTATION, SHEAR, SHIFT, ENHANCEMENT = 30.0, 0.3, 0.3, 0.9
-"""Degrees, share of the other side, share of the same side, change of a factor; each at magnitude 10."""
-STRONGEST = 10.0
 LONGEST = 200
 """Largest ratio of the sides of an image that becomes patches."""
 
@@ -30,7 +24,7 @@ class Crop(NamedTuple):
     flip: bool = False
 
 
-def random_crop(size: tuple[int, int], config: CropConfig, generator: np.random.Generator) -> Crop:
+def random_crop(size: tuple[int, int], config: AugmentConfig, generator: np.random.Generator) -> Crop:
     """A box of random area and ratio of an image of this width and height, as torchvision's RandomResizedCrop."""
     width, height = size
     ratios = math.log(config.ratio[0]), math.log(config.ratio[1])
@@ -78,62 +72,12 @@ def crop_classes(classes: np.ndarray, crop: Crop, size: tuple[int, int]) -> np.n
     return np.ascontiguousarray(pixels[:, ::-1] if crop.flip else pixels)
 
 
-def augment_image(image: Any, config: AugmentConfig, generator: np.random.Generator) -> Any:
-    """Applies `config.operations` random operations, drawn with repetition, at `config.magnitude`."""
-    for number in generator.integers(len(OPERATIONS), size=config.operations).tolist():
-        sign = 1.0 if generator.random() < 0.5 else -1.0
-        image = OPERATIONS[number](image, config.magnitude / STRONGEST, sign)
+def change_colours(image: Any, most: float, generator: np.random.Generator) -> Any:
+    """The image with random brightness, contrast and saturation: factors from 1 - most to 1 + most."""
+    library = require("PIL.ImageEnhance", "Reading images")
+    for kind in ("Brightness", "Contrast", "Color"):
+        image = getattr(library, kind)(image).enhance(generator.uniform(1 - most, 1 + most))
     return image
-
-
-def _affine(image: Any, matrix: tuple[float, ...]) -> Any:
-    library = require("PIL.Image", "Reading images")
-    return image.transform(image.size, library.Transform.AFFINE, matrix, library.Resampling.BILINEAR, fillcolor=GREY)
-
-
-def _rotate(image: Any, strength: float, sign: float) -> Any:
-    bilinear = require("PIL.Image", "Reading images").Resampling.BILINEAR
-    return image.rotate(sign * strength * ROTATION, bilinear, fillcolor=GREY)
-
-
-def _enhance(kind: str) -> Callable[[Any, float, float], Any]:
-    def enhance(image: Any, strength: float, sign: float) -> Any:
-        enhancer = getattr(require("PIL.ImageEnhance", "Reading images"), kind)
-        return enhancer(image).enhance(1 + sign * strength * ENHANCEMENT)
-
-    return enhance
-
-
-def _without_strength(name: str) -> Callable[[Any, float, float], Any]:
-    """An operation that has no strength."""
-    return lambda image, strength, sign: getattr(require("PIL.ImageOps", "Reading images"), name)(image)
-
-
-def _solarize(image: Any, strength: float, sign: float) -> Any:
-    return require("PIL.ImageOps", "Reading images").solarize(image, round(256 * (1 - strength)))
-
-
-def _posterize(image: Any, strength: float, sign: float) -> Any:
-    return require("PIL.ImageOps", "Reading images").posterize(image, 8 - round(4 * strength))
-
-
-OPERATIONS: tuple[Callable[[Any, float, float], Any], ...] = (
-    lambda image, strength, sign: image,
-    _without_strength("autocontrast"),
-    _without_strength("equalize"),
-    _rotate,
-    _solarize,
-    _posterize,
-    _enhance("Color"),
-    _enhance("Contrast"),
-    _enhance("Brightness"),
-    _enhance("Sharpness"),
-    lambda image, strength, sign: _affine(image, (1, sign * strength * SHEAR, 0, 0, 1, 0)),
-    lambda image, strength, sign: _affine(image, (1, 0, 0, sign * strength * SHEAR, 1, 0)),
-    lambda image, strength, sign: _affine(image, (1, 0, sign * strength * SHIFT * image.width, 0, 1, 0)),
-    lambda image, strength, sign: _affine(image, (1, 0, 0, 0, 1, sign * strength * SHIFT * image.height)),
-)
-"""The 14 operations of RandAugment: (image, strength 0 to 1, sign) -> image."""
 
 
 FILTER = "BICUBIC"
@@ -186,15 +130,14 @@ def patch_grid(size: tuple[float, float], patches: Patches) -> tuple[int, int]:
     return sides[1] * merge, sides[0] * merge
 
 
-def patch_image(picture: Picture, patches: Patches, crop: Crop | None = None) -> tuple[np.ndarray, tuple[int, int]]:
+def patch_image(picture: Picture, patches: Patches) -> tuple[np.ndarray, tuple[int, int]]:
     """A picture of any size as patches, uint8 [n, side * side * 3], and their rows and columns, see `patch_grid`.
 
-    Squares of merge * merge patches follow one another. crop: the part that is used; None: all. Raises UnreadableItem.
+    Squares of merge * merge patches follow one another. Raises UnreadableItem.
     """
-    crop, side, merge = crop or Crop(whole_box(picture.size)), patches.side, patches.merge
-    left, top, right, bottom = crop.box
-    rows, columns = patch_grid((right - left, bottom - top), patches)
-    image = np.asarray(crop_image(picture, crop, (columns * side, rows * side), FILTER))
+    side, merge = patches.side, patches.merge
+    rows, columns = patch_grid(picture.size, patches)
+    image = np.asarray(crop_image(picture, Crop(whole_box(picture.size)), (columns * side, rows * side), FILTER))
     image = image.reshape(rows // merge, merge, side, columns // merge, merge, side, -1)
     return image.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1), (rows, columns)
 
