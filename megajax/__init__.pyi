@@ -13,8 +13,8 @@ from megajax.config.errors import Problem as Problem
 from megajax.config.errors import UserError as UserError
 from megajax.config.files import load as load
 from megajax.data.chat.config import ChatConfig as ChatConfig
-from megajax.data.chat.preference_config import MockPreferencesConfig as MockPreferencesConfig
-from megajax.data.chat.preference_config import PreferencesConfig as PreferencesConfig
+from megajax.data.chat.config import MockPreferencesConfig as MockPreferencesConfig
+from megajax.data.chat.config import PreferencesConfig as PreferencesConfig
 from megajax.data.images.config import AugmentConfig as AugmentConfig
 from megajax.data.images.config import ClassFoldersConfig as ClassFoldersConfig
 from megajax.data.images.config import ImageShardsConfig as ImageShardsConfig
@@ -40,11 +40,11 @@ from megajax.data.rows.config import CyclicConfig as CyclicConfig
 from megajax.data.rows.config import LoaderConfig as LoaderConfig
 from megajax.data.rows.splits import Rows as Rows
 from megajax.data.rows.splits import Splits as Splits
-from megajax.data.streams.config import StreamConfig as StreamConfig
 from megajax.data.text.config import BlendConfig as BlendConfig
 from megajax.data.text.config import FillInMiddleConfig as FillInMiddleConfig
 from megajax.data.text.config import MockConfig as MockConfig
 from megajax.data.text.config import StandardLibraryConfig as StandardLibraryConfig
+from megajax.data.text.config import StreamConfig as StreamConfig
 from megajax.faults.config import HealthConfig as HealthConfig
 from megajax.faults.config import RecomputeConfig as RecomputeConfig
 from megajax.faults.config import ReplicasConfig as ReplicasConfig

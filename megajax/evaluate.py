@@ -98,7 +98,7 @@ def evaluate_on_ray(argv: list[str], inputs: Inputs) -> int:
     names = [task.name for task in evaluation.tasks]
     # As a script, this module has a name that means another one to the replicas.
     score, figures = (resolve(f"megajax.evaluate:{name}") for name in ("score_part", "figures_of"))
-    progress, count = resolve("megajax.tasks.progress:Progress")(), 0
+    progress, count = resolve("megajax.tasks.command:Progress")(), 0
     progress.start("parts of the tasks")
     results, content = {}, {}
     pool = RayPool(flags["ray"], flags["replicas"], flags["replica_gpus"])
@@ -123,7 +123,7 @@ def evaluator(argv: tuple[str, ...]) -> Any:
     flags, config, evaluation = read(list(argv))
     resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     resolve("megajax.job.compile_log:CompileLog")(lambda message: None).__enter__()  # as long as the process lives
-    progress = resolve("megajax.tasks.progress:Progress")(visible=False)
+    progress = resolve("megajax.tasks.command:Progress")(visible=False)
     return resolve("megajax.tasks.command:Evaluator")(config, evaluation, weights(flags), progress)
 
 

@@ -109,7 +109,7 @@ def answer_on_ray(argv: list[str], inputs: Inputs) -> None:
     flags, words = inputs.flags, tuple(argv)
     # As a script, this module has a name that means another one to the replicas.
     find_keys, find_answers = (resolve(f"megajax.generate:{name}") for name in ("keys_of_prompts", "answers_of_part"))
-    progress = resolve("megajax.tasks.progress:Progress")(visible=flags["output"] is not None)
+    progress = resolve("megajax.tasks.command:Progress")(visible=flags["output"] is not None)
     progress.start("prompts")
     pool = RayPool(flags["ray"], flags["replicas"], flags["replica_gpus"])
     with deferred_interrupts() as handle_pending, pool:
@@ -153,7 +153,7 @@ def answer(session: Any, flags: Mapping[str, Any], prompts: Sequence[Any] | None
     if flags["chat"]:
         session.chat(input, live=sys.stdin.isatty())
     elif prompts is not None:
-        progress = resolve("megajax.tasks.progress:Progress")(visible=flags["output"] is not None)
+        progress = resolve("megajax.tasks.command:Progress")(visible=flags["output"] is not None)
         progress.start("prompts")
         session.answer_all(prompts, flags["output"], progress)
         progress.clear()

@@ -4,8 +4,7 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 `cfg.build(tokenizer=, schema=, rows=Rows(...), seed=) -> Splits`; schema: the leaves that the model reads.
 """
 
-from megajax.data.chat.config import ChatConfig
-from megajax.data.chat.preference_config import MockPreferencesConfig, PreferencesConfig
+from megajax.data.chat.config import ChatConfig, MockPreferencesConfig, PreferencesConfig
 from megajax.data.images.config import (
     ClassFoldersConfig,
     ImageShardsConfig,
@@ -30,8 +29,7 @@ from megajax.data.masked.config import (
     MaskedSpansConfig,
     PairsConfig,
 )
-from megajax.data.streams.config import StreamConfig
-from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig
+from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig, StreamConfig
 
 DataConfig = (
     BlendConfig

@@ -24,6 +24,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import either, nearest_names
 from megajax.config.overrides import patch_of, setting
 from megajax.config.read_limits import DOCUMENT
+from megajax.data.progress_line import QUIET_SECONDS, ProgressLine
 from megajax.display.text import duration
 from megajax.interop.formats import split_name
 from megajax.metrics.record import to_json
@@ -32,13 +33,39 @@ from megajax.models.protocol import ids_below
 from megajax.storage.folders import read_small
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
-from megajax.tasks.progress import Progress
 from megajax.training.config import BatchConfig
 from megajax.training.program import Program
 from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Elsewhere, Figures, Scorer
 from megajax.training.session import build_tokenizer
+
+
+class Progress:
+    """A line on standard error, as of `megajax.data.progress_line`. visible: False prints nothing."""
+
+    def __init__(self, *, visible: bool = True):
+        self._visible = visible
+        self.start("")
+
+    def start(self, name: str) -> None:
+        """Begin a task."""
+        self._name, self._line, self._before = name, ProgressLine(sys.stderr, quiet=QUIET_SECONDS), None
+
+    def __call__(self, count: int, total: int) -> None:
+        """Show `count` of `total`. The remaining time is estimated from the first call on, after compilation."""
+        now = time.monotonic()
+        if self._before is None or count < self._before[1]:
+            self._before = now, count
+        if self._visible and self._line.seconds() is not None:
+            since, first = self._before
+            remaining = f", {duration((now - since) / (count - first) * (total - count))} left" if count > first else ""
+            self._line.show(f"{self._name}: {count:,} of {total:,}{remaining}")
+
+    def clear(self) -> None:
+        """Remove an updated line."""
+        self._line.clear()
+
 
 type Load = Callable[[Path, Program], tuple[Params, str]]
 """(path, program) -> weights and their origin. The front door passes `megajax.job.start.stored_weights.all_weights`."""

@@ -9,7 +9,7 @@ import pytest
 from small_jobs import model
 
 from megajax.config.errors import UserError
-from megajax.data.chat.preference_config import PreferencesConfig
+from megajax.data.chat.config import PreferencesConfig
 from megajax.data.rows.splits import Rows
 from megajax.models.answers.config import DPOConfig, KTOConfig, ORPOConfig, with_objective
 from megajax.models.decoder.config import text_schema

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from megajax.config.errors import UserError
 from megajax.data import standard_library
 from megajax.data.masked.config import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
+from megajax.data.preprocessing.text_formats import split_sentences
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
 from megajax.data.standard_library import choose, source_files, text_lines
 from megajax.data.text.config import StandardLibraryConfig
 from megajax.data.text.indexed_dataset import tokens_path
-from megajax.data.text.split_sentences import split_sentences
 from megajax.models.decoder.config import text_schema
 from megajax.models.presets.encoders import bert, t5
 from megajax.tokenizers.config import ByteTokenizerConfig

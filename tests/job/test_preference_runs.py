@@ -14,7 +14,7 @@ from run_folder import events
 from small_jobs import losses, model, run_config
 
 from megajax.config.errors import UserError
-from megajax.data.chat.preference_config import MockPreferencesConfig, PreferencesConfig
+from megajax.data.chat.config import MockPreferencesConfig, PreferencesConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.layers.lora.config import LoRAConfig

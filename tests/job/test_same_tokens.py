@@ -10,7 +10,7 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
-from megajax.data.chat.preference_config import MockPreferencesConfig
+from megajax.data.chat.config import MockPreferencesConfig
 from megajax.job.job import train
 from megajax.job.start.same_tokens import demand_same_tokens
 from megajax.models.answers.config import DPOConfig, with_objective

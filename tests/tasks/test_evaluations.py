@@ -29,9 +29,8 @@ from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.cache import RequestCache
-from megajax.tasks.command import Evaluation, Evaluator, evaluate, prepare
+from megajax.tasks.command import Evaluation, Evaluator, Progress, evaluate, prepare
 from megajax.tasks.config import ChoicesConfig, EvaluatedConfig, HarnessConfig, LambadaConfig, SplitConfig
-from megajax.tasks.progress import Progress
 from megajax.tokenizers.config import NullTokenizerConfig, SentencePieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig

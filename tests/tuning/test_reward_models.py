@@ -12,7 +12,7 @@ from run_folder import steps
 
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.data.chat.preference_config import PreferencesConfig
+from megajax.data.chat.config import PreferencesConfig
 from megajax.data.rows.splits import Rows
 from megajax.inference.assembly import engine_layout
 from megajax.inference.loaded_model import model_on_mesh

@@ -72,3 +72,110 @@ class ChatConfig(Builds):
     def problems(self) -> list[Problem]:
         problems = split_problems(self.split) + at_least("pad_multiple", self.pad_multiple, 1)
         return problems + paths_problems(self, "file", "set data.paths=FILE.jsonl")
+
+
+def preference_leaves(answers: str) -> dict[str, str]:
+    """The leaves of a row of pairs, judged answers or choices, name -> dtype."""
+    if answers == "choices":
+        return dict.fromkeys(("tokens", "segment_ids", "labels"), "int32")
+    return {**text_leaves(isolated=True), answers: "int32", "reference": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferencesConfig(Builds):
+    """Answers that were preferred to others, or judged good or bad, packed into rows.
+
+    Files of JSON lines, each {"prompt": …, "chosen": …, "rejected": …}, or with answers=judged {"prompt": …,
+    "completion": …, "label": true}. Prompts and answers are texts, or lists of messages as in ChatConfig; without a
+    prompt, chosen and rejected are two conversations that begin alike. Answers of one row do not attend to each other.
+
+    Example: `mj.PreferencesConfig(paths=("data/preferences.jsonl",), split="98,2,0", template="chatml")`
+    """
+
+    target: ClassVar[str] = "megajax.data.chat.preferences:build_splits"
+    loss: ClassVar[Literal["answers"]] = "answers"
+    cut_long: ClassVar[bool] = False
+    mask_pad: ClassVar[bool] = False
+    pad_multiple: ClassVar[int] = 1
+    isolate_padding: ClassVar[bool] = True
+
+    paths: tuple[StoredText, ...] = ()
+    """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
+    train_paths: tuple[StoredText, ...] = ()
+    """Files of training data only, instead of `paths`."""
+    valid_paths: tuple[StoredText, ...] = ()
+    """Files of validation data only."""
+    test_paths: tuple[StoredText, ...] = ()
+    """Files of test data only."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
+    answers: Literal["pairs", "judged", "choices"] = "pairs"
+    """pairs: each line has a chosen and a rejected answer, for DPO, ORPO and SimPO. judged: single answers that are
+    good or bad, for KTO; a line with a pair counts as two. choices: a row for each pair, of two sequences with the
+    chosen one first, for a reward model with ChoiceHeadConfig(choices=2)."""
+    template: PathText = "plain"
+    """Renders messages as text, as in ChatConfig."""
+    end_token: Literal["append", "template"] = "append"
+    """append: an answer ends with the end-of-document token, which is added unless the template ends with it. template:
+    only what the template renders."""
+    packing: Literal["best_fit", "balanced", "lines"] = "best_fit"
+    """best_fit: rows of several lines with little padding, in a different order in each epoch. balanced: the same, with
+    about equal attention work on each row. lines: a row for each line, in the order of the files."""
+    pad_token: str | None = None
+    """Token for padding; none: the tokenizer's pad token, or else its end-of-document token."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with an invalid line, such as a pair without a rejected answer, with equal answers, or longer than a
+    row: stop, or skip and count it."""
+    reference_dir: PathText | None = None
+    """Folder for the log-probabilities of the reference model, which all hosts see; none: the folder `reference` beside
+    the first file."""
+    cache_dir: PathText | None = None
+    """Folder for tokenized answers; none: the user's cache folder."""
+    seed: int | None = None
+    """Seed for the order of rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return preference_leaves(self.answers)
+
+    def problems(self) -> list[Problem]:
+        problems = split_problems(self.split) + paths_problems(self, "file", "set data.paths=FILE.jsonl")
+        if self.answers == "choices" and self.packing != "best_fit":
+            problems.append(
+                Problem("packing", "has no effect on choices, which have rows of their own", "leave it out")
+            )
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockPreferencesConfig(Builds):
+    """Synthetic preferences for the byte tokenizer: of two orders of the digits of a number, the ascending one.
+
+    Example: `mj.MockPreferencesConfig(lines=4000)`
+    """
+
+    target: ClassVar[str] = "megajax.data.chat.preferences:build_mock_splits"
+
+    lines: int = 4000
+    """Number of pairs, or of judged answers."""
+    answers: Literal["pairs", "judged", "choices"] = "pairs"
+    """Kind of lines, as in PreferencesConfig."""
+    split: str = "90,10,0"
+    """Shares of training, validation and test, by number of lines."""
+    reference_dir: PathText | None = None
+    """Folder for the log-probabilities of the reference model, as in PreferencesConfig."""
+    cache_dir: PathText | None = None
+    """Folder for the file of preferences and its tokens; none: the user's cache folder."""
+    seed: int | None = None
+    """Seed for the preferences and the order of rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return preference_leaves(self.answers)
+
+    def problems(self) -> list[Problem]:
+        return split_problems(self.split) + at_least("lines", self.lines, 2)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.batch import Schema
+from megajax.data.chat.config import MockPreferencesConfig, PreferencesConfig
 from megajax.data.chat.files import REASONS as CHAT_REASONS
 from megajax.data.chat.files import BadLine, Conversations, Document, Message, Reader, normalized_message
-from megajax.data.chat.preference_config import MockPreferencesConfig, PreferencesConfig
 from megajax.data.chat.rows import ChatBuilder, ChatRows
 from megajax.data.rows.packing import best_fit
 from megajax.data.rows.row_source import data_seed

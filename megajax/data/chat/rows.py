@@ -10,9 +10,8 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.chat.config import ChatConfig
+from megajax.data.chat.config import ChatConfig, PreferencesConfig
 from megajax.data.chat.files import Conversations, Reader
-from megajax.data.chat.preference_config import PreferencesConfig
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.row_source import ORDER_SAMPLE, check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, config_paths, parse_split, split_bounds

@@ -26,7 +26,7 @@ from megajax.config.errors import UserError
 from megajax.data.preprocessing.options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing.report import Counts, PreprocessResult
 from megajax.data.preprocessing.text_files import Chunk, TextFile, WholeFile, find_files, find_pairs
-from megajax.data.preprocessing.text_formats import TextFormat, format_of, partitions
+from megajax.data.preprocessing.text_formats import TextFormat, format_of, partitions, split_sentences
 from megajax.data.text.indexed_dataset import (
     IndexedTokens,
     IndexedWriter,
@@ -35,7 +35,6 @@ from megajax.data.text.indexed_dataset import (
     token_dtype,
     tokens_path,
 )
-from megajax.data.text.split_sentences import split_sentences
 from megajax.mesh.processes.ray_pool import RayPool
 from megajax.mesh.processes.worker_pools import LocalPool, deferred_interrupts, in_order
 from megajax.storage.atomic_folders import delete_abandoned, hold

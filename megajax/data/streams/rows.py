@@ -23,8 +23,8 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.rows.row_source import check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, parse_paths
-from megajax.data.streams.config import StreamConfig
 from megajax.data.streams.files import Documents
+from megajax.data.text.config import StreamConfig
 from megajax.storage.index_cache import content_key, user_cache
 from megajax.storage.ranged_files import BlockCache
 from megajax.tokenizers.base import Tokenizer
