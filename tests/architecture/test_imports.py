@@ -57,10 +57,7 @@ COLLECTIVES = {
         {"all_gather", "all_to_all", "ppermute", "psum_scatter"},
         "keys, values and heads between devices that hold parts of rows, in an island",
     ),
-    "megajax.kernels.cross_entropy": (
-        {"psum", "pmax", "all_gather"},
-        "softmax and likeliest ids of a cut vocabulary, over the axes it is given",
-    ),
+    "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax of a cut vocabulary, over the axes it is given"),
     "megajax.inference.device": ({"psum"}, "the experts of a row, which one replica has, in an island"),
     "megajax.mesh.sharded_product": ({"psum"}, "partial sums of products that the compiler can't partition"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),

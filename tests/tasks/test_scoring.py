@@ -91,35 +91,6 @@ def test_answers_are_log_softmax_in_numpy():
         np.testing.assert_allclose(log_p, wanted, atol=1e-5)
 
 
-def expect_likeliest(of: Scorer) -> None:
-    """The likeliest tokens of windows against a sort of all log-probabilities, at temperature 2."""
-    for window, (ids, log_p) in zip(windows(), of.likeliest(windows(), 5, 2.0), strict=True):
-        wanted = log_softmax(window.tokens[:-1].tobytes())[-window.counted :] / 2
-        wanted -= np.log(np.exp(wanted).sum(-1, keepdims=True))
-        order = np.argsort(-wanted, axis=-1)
-        np.testing.assert_array_equal(ids, order[:, :5])
-        np.testing.assert_allclose(log_p[:, :5], np.take_along_axis(wanted, ids, 1), atol=1e-5)
-        others = np.take_along_axis(wanted, order[:, 5:], 1)
-        np.testing.assert_allclose(log_p[:, 5], np.log(np.exp(others).sum(-1)), atol=1e-5)
-
-
-def test_the_likeliest_tokens_are_those_of_a_sort():
-    expect_likeliest(scorer())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
-        ParallelConfig(data=1, pipeline=2, context=2, tensor=2, sequence=True),
-    ],
-    ids=["fsdp2-tensor2-sequence", "pipeline2-context2-tensor2"],
-)
-def test_layouts_have_the_same_likeliest_tokens(parallel):
-    expect_likeliest(scorer(parallel, 2))
-
-
 def test_greedy_continuations_are_recognised():
     prompt = windows()[1].tokens[:6]
     token = int(log_softmax(prompt.tobytes())[-1].argmax())
