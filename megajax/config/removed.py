@@ -19,8 +19,9 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "CropConfig": "was removed: AugmentConfig has its settings",
         "DigitCaptionsConfig": "was removed: MockCaptionsConfig needs no files either",
         "DigitsConfig": "was removed: MockImagesConfig needs no files either",
-        "magnitude": "was removed with RandAugment: augment.colour changes colours",
-        "operations": "was removed with RandAugment: augment.colour changes colours",
+        "AugmentConfig.magnitude": "was removed with RandAugment: augment.colour changes colours",
+        "AugmentConfig.operations": "was removed with RandAugment: augment.colour changes colours",
+        "ImageTextConfig.packing": "was removed: each line of image-text data is a row",
         "TeacherFilesConfig": "was removed: a teacher runs in the mesh of its student (mj.with_teacher)",
         "with_stored_teacher": "was removed: a teacher runs in the mesh of its student (mj.with_teacher)",
     }
