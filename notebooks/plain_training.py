@@ -133,7 +133,8 @@ def main(argv: Sequence[str]) -> None:
         if options.resume and (last := checkpoints.newest_intact()) is not None:
             state, _ = checkpoints.restore(last, described(state, shardings))
             print(f"resumed after step {last}")
-        done = int(state.rows) // ROWS
+        if (done := int(state.rows) // ROWS) >= options.steps:
+            raise mj.UserError(f"--steps {options.steps}: the run in {options.out} has done {done}; give more")
 
         # 10. The loop.
         with jax.set_mesh(mesh), jax.default_matmul_precision(PRECISION.matmul_precision()):
@@ -152,7 +153,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=int, default=1, help="devices that share the rows of a step; divides 16")
     parser.add_argument("--tensor", type=int, default=1, help="devices that share each matrix; 1, 2 or 4")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="also of the schedule: keep the number when you resume")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints; one more at the end")
     parser.add_argument("--out", default="runs/plain", help="folder of the checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")

@@ -357,6 +357,8 @@ class _Builder:
                 return matches[0]
         if field_types.is_config(current) and name == reference(type(current)):
             return type(current)
+        if message := removed(name.rpartition(":")[2]):
+            return self.fault(join(where, "type"), f"{name} {message}")
         if ":" in name:
             if not self.trusted and own_class(name) is None:
                 return self._class_refused(join(where, "type"), name)
@@ -371,8 +373,6 @@ class _Builder:
         public = public_class(name)
         if public is not None and not field_types.misfit(public, annotation):
             return public
-        if message := removed(str(name)):
-            return self.fault(join(where, "type"), f"{name} {message}")
         class_names = [cls.__name__ for cls in members]
         completions = [cls for cls in class_names if cls.lower().startswith(name.lower())]
         hint = f"did you mean {either(completions)}?" if completions and name else did_you_mean(name, class_names)

@@ -116,10 +116,11 @@ def _hint(error: BaseException, module: ModuleType | None) -> str:
     if isinstance(error, AttributeError) and field_types.is_config(error.obj):
         return did_you_mean(error.name or "", field_types.hints(type(error.obj)))
     if isinstance(error, AttributeError) and error.obj is megajax:
-        message = removed(error.name or "")
-        return f"{error.name} {message}" if message else did_you_mean(error.name or "", dir(megajax))
+        return _removed(error.name or "") or did_you_mean(error.name or "", dir(megajax))
     if isinstance(error, NameError | ImportError):
         name = str(getattr(error, "name_from", None) or error.name)
+        if message := _removed(name):
+            return message
         if name in ("mj", *dir(megajax)):
             return "import megajax as mj" if name == "mj" else f"write mj.{name}, with import megajax as mj"
         return did_you_mean(name, [*dir(megajax), *defined])
@@ -128,6 +129,11 @@ def _hint(error: BaseException, module: ModuleType | None) -> str:
     with suppress(ValueError, TypeError):
         return did_you_mean(match[2], inspect.signature(callee).parameters) if match and callable(callee) else ""
     return ""
+
+
+def _removed(name: str) -> str:
+    message = removed(name)
+    return f"{name} {message}" if message else ""
 
 
 def config_classes(root: type) -> tuple[type, ...]:

@@ -24,6 +24,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import either, nearest_names
 from megajax.config.overrides import patch_of, setting
 from megajax.config.read_limits import DOCUMENT
+from megajax.config.removed import removed
 from megajax.data.progress_line import QUIET_SECONDS, ProgressLine
 from megajax.display.text import duration
 from megajax.interop.formats import split_name
@@ -98,7 +99,8 @@ def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
             harness = [] if settings else [f"lm-eval:{kind}, of lm-evaluation-harness on local data"]
             names = [*nearest_names(kind, KINDS), *harness]
             hint = f"did you mean {either(names)}?" if names else f"use {either(KINDS)}"
-            problems.append(Problem("--tasks", f"{kind} is not a task", hint))
+            message = removed(kind)
+            problems.append(Problem("--tasks", f"{kind} {message or 'is not a task'}", "" if message else hint))
             continue
         cls, first = KINDS[kind]
         named_settings = [setting(item) for item in settings if re.match(r"\w+=", item)]

@@ -16,7 +16,6 @@ from megajax.config.field_types import default
 from megajax.config.file_paths import path_argument, stored_argument
 from megajax.config.hints import did_you_mean, download_hint
 from megajax.config.overrides import plain_name
-from megajax.config.removed import removed
 from megajax.data.preprocessing.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
@@ -291,8 +290,7 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
             flags = [plain_name(option.strip("-")) for option in known_options]
             answers = corrections({plain_name(name[2:]): argument.partition("=")[2]}, flags, config=False)
             hints = [problem.hint for problem in answers.values() if problem.hint]
-            hint = removed(plain_name(name[2:])) or "; ".join(hints) or did_you_mean(name, known_options)
-            hint = hint or "--help lists all options."
+            hint = "; ".join(hints) or did_you_mean(name, known_options) or "--help lists all options."
             raise UserError(f"unknown option {name}: {hint}")
     settings, rest = _settings(arguments)
     options = parser.parse_args(rest)
