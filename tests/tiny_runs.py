@@ -60,16 +60,20 @@ def llama(recompute: Recompute = "selective", repeats: int = 2) -> DecoderConfig
     )
 
 
+def with_block(model: DecoderConfig, **changes: Any) -> DecoderConfig:
+    """The model with changes in its only block: new parts, or new settings of a part as a dict."""
+    (block,) = model.stack.pattern
+    parts = {
+        name: replace(getattr(block, name), **change) if isinstance(change, dict) else change
+        for name, change in changes.items()
+    }
+    return replace(model, stack=replace(model.stack, pattern=(replace(block, **parts),)))
+
+
 def wide(repeats: int = 2) -> DecoderConfig:
     """A llama whose matrices have sides of 16 and more on two devices."""
-    model = llama(repeats=repeats)
-    (block,) = model.stack.pattern
-    block = replace(
-        block,
-        mixer=AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig()),
-        mlp=replace(block.mlp, ffn=64),
-    )
-    return replace(model, hidden=64, stack=replace(model.stack, pattern=(block,)))
+    mixer = AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig())
+    return replace(with_block(llama(repeats=repeats), mixer=mixer, mlp={"ffn": 64}), hidden=64)
 
 
 def gpt(recompute: Recompute = "none", repeats: int = 2, dropout: float = 0.1) -> DecoderConfig:
@@ -278,6 +282,8 @@ class Differentiated(NamedTuple):
     gradients: dict[str, np.ndarray]
     padding: float
     """The largest absolute gradient that belongs to no layer."""
+    means: dict[str, float]
+    """Of all that is reported, and of what is `minimised`."""
 
 
 @cache
@@ -299,7 +305,48 @@ def differentiate(
     gradients, padding = in_order(program, grads.grads)
     weight = float(grads.weight_sum)
     mean = {path: gradient / weight for path, gradient in gradients.items()}
-    return Differentiated(float(np.divide(*grads.metrics["loss"])), mean, padding)
+    means = {name: float(np.divide(*sums)) for name, sums in grads.metrics.items()}
+    return Differentiated(means["loss"], mean, padding, means | {"minimised": float(grads.loss_sum) / weight})
+
+
+def assert_close(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], *, tolerance: float = 1e-5, floor: float = 0.0
+) -> None:
+    """Gradients by path: each within `tolerance` of its largest element, or of `floor` times the largest of all."""
+    assert actual.keys() == expected.keys()
+    top = max(np.abs(gradient).max() for gradient in expected.values())
+    for path, gradient in expected.items():
+        scale = max(np.abs(gradient).max(), floor * top)
+        np.testing.assert_allclose(actual[path], gradient, rtol=0, atol=tolerance * scale, err_msg=path)
+
+
+def assert_same_step(
+    model: DecoderConfig,
+    parallel: ParallelConfig,
+    *,
+    alone: DecoderConfig | None = None,
+    tolerance: float = 1e-5,
+    floor: float = 0.0,
+    **options: Any,
+) -> Differentiated:
+    """On a layout, a step has the mean loss and the gradients of one device's, which are returned.
+
+    alone: the model of the one device.
+    """
+    expected, actual = differentiate(alone or model, ONE, **options), differentiate(model, parallel, **options)
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
+    assert actual.padding == 0
+    assert_close(actual.gradients, expected.gradients, tolerance=tolerance, floor=floor)
+    return expected
+
+
+def by_plain_differentiation(plain: Callable, params: Any, batch: Batch) -> Any:
+    """((value, more), gradients) of a function of weights and one microbatch, summed over the microbatches."""
+    differentiated = jax.jit(jax.value_and_grad(plain, has_aux=True), compiler_options=dict(QUICK))
+    count = len(next(iter(batch.values())))
+    pieces = (jax.tree.map(lambda leaf, number=number: leaf[number], batch) for number in range(count))
+    results = [differentiated(params, piece) for piece in pieces]
+    return jax.tree.map(lambda *parts: sum(map(np.asarray, parts)), *results)
 
 
 @cache

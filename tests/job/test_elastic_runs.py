@@ -11,6 +11,7 @@ import jax
 import pytest
 from run_folder import events
 from small_jobs import losses, model, run_config
+from tiny_runs import with_block
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
@@ -33,20 +34,15 @@ LEGS = (8, 6, 8)
 LLAMA = model(hidden=48, heads=6, kv_heads=2, ffn=96, repeats=4)
 
 
-def with_block(**changes):
-    block = replace(LLAMA.stack.pattern[0], **changes)
-    return replace(LLAMA, stack=replace(LLAMA.stack, pattern=(block,)))
-
-
 def gpt():
     """Learned positions, layer norms, dense feed-forward layers, dropout throughout."""
-    plain = with_block(mlp=DenseMLPConfig(ffn=96), norm=LayerNormConfig(), dropout=0.1)
+    plain = with_block(LLAMA, mlp=DenseMLPConfig(ffn=96), norm=LayerNormConfig(), dropout=0.1)
     return replace(plain, learned_positions=True, tied=True, norm=LayerNormConfig())
 
 
 def experts():
     mixture = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=32), router=RouterConfig(z_loss=1e-3, row_loss=1e-2))
-    return with_block(mlp=mixture)
+    return with_block(LLAMA, mlp=mixture)
 
 
 RUNS = {

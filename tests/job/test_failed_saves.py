@@ -10,7 +10,6 @@ from small_jobs import run_config
 
 from megajax.checkpoint import arrays
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config.errors import UserError
 from megajax.job.job import train
 from megajax.job.saves.save import SavesFailed
 from megajax.metrics.config import LoggingConfig
@@ -106,20 +105,3 @@ def test_a_failure_of_the_last_save_is_retried_and_is_not_exit_code_0(tmp_path, 
     ):
         train(job(tmp_path / "lost", 6, every=None, retries=0, failed_saves=None))
     assert events(tmp_path / "lost")[-1]["exit_code"] == 1
-
-
-@pytest.mark.slow
-def test_a_damaged_step_and_its_replacement_are_events(tmp_path):
-    assert train(job(tmp_path, 8)) == 0
-    (tmp_path / "checkpoints" / "00000008" / "meta.json").write_text("{}")
-    with pytest.raises(UserError, match=r"step 8 .* is damaged") as caught:
-        train(job(tmp_path, 8, step=8))
-    assert caught.value.code == 2
-    assert train(job(tmp_path, 8)) == 0
-    damaged, fallback = (event for event in events(tmp_path) if event["event"].startswith("checkpoint_"))
-    assert damaged["event"] == "checkpoint_damaged" and damaged["step"] == 8 and "meta.json" in damaged["why"]
-    assert damaged["kept_as"].endswith("00000008.damaged") and (tmp_path / "checkpoints/00000008.damaged").is_dir()
-    assert fallback["event"] == "checkpoint_fallback" and (fallback["from_step"], fallback["to_step"]) == (8, 4)
-    assert train(job(tmp_path, 8, step=4)) == 0
-    (abandoned,) = events(tmp_path, "checkpoint_abandoned")
-    assert (abandoned["step"], abandoned["back_to"]) == (8, 4)

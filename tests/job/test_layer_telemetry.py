@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from run_folder import events, lines, steps
 from small_jobs import model, run_config
+from tiny_runs import with_block
 
 from megajax.job.faults.watch import Watch
 from megajax.job.job import train
@@ -35,10 +36,8 @@ DROPPED = 4 / 256
 
 
 def mixture(layers: int = 2) -> DecoderConfig:
-    dense = model(dropout=0.0, repeats=layers)
-    (block,) = dense.stack.pattern
-    block = replace(block, mlp=MoEConfig(experts=6, top_k=2, expert=GatedMLPConfig(ffn=16), router=ROUTER))
-    return replace(dense, stack=replace(dense.stack, pattern=(block,)))
+    mlp = MoEConfig(experts=6, top_k=2, expert=GatedMLPConfig(ffn=16), router=ROUTER)
+    return with_block(model(dropout=0.0, repeats=layers), mlp=mlp)
 
 
 @pytest.mark.slow

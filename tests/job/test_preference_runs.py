@@ -3,18 +3,16 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gangs
 import numpy as np
 import pytest
-from run_folder import events
 from small_jobs import losses, model, run_config
 
 from megajax.config.errors import UserError
-from megajax.data.chat.config import MockPreferencesConfig, PreferencesConfig
+from megajax.data.chat.config import MockPreferencesConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.layers.lora.config import LoRAConfig
@@ -170,18 +168,3 @@ def test_two_processes(tmp_path: Path) -> None:
         trained.append(gangs.losses(tmp_path / name))
     assert trained[0] == trained[1]
     assert trained[0][1] == pytest.approx(np.log(2), rel=1e-6) and trained[0][2] < np.log(2)
-
-
-def test_pairs_that_are_skipped_are_named_in_the_last_box(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
-    lines = [pair, pair | {"rejected": "yes"}, pair | {"rejected": ""}, pair | {"prompt": "q" * 70}] + [pair] * 20
-    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    data = PreferencesConfig(
-        paths=(str(tmp_path / "pairs.jsonl"),), split="1", on_error="skip", cache_dir=str(tmp_path / "cache")
-    )
-    cfg = config(tmp_path, data=data, steps=3)
-    assert train(cfg.but(evaluation=replace(cfg.evaluation, batches=0))) == 0
-    shown = "train: 1 no rejected answer, 1 equal answers, 1 longer than a row"
-    out = capsys.readouterr().out
-    assert sum("rows skipped" in line and shown in line for line in out.splitlines()) == 2, "banner and last box"
-    assert events(tmp_path / "run", "rows_skipped")

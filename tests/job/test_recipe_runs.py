@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_jobs import losses, model, run_config
+from tiny_runs import with_block
 
 from megajax import convert
 from megajax.checkpoint.config import CheckpointConfig
@@ -41,10 +42,8 @@ AMAX = "stack.blocks.0.mlp.experts.up.amax.max"
 
 
 def job(recipe: MatmulConfig, folder: Path | str = "unused", **changes: Any) -> RunConfig:
-    small = model(hidden=64, dropout=0.0, repeats=1)
-    (block,) = small.stack.pattern
-    block = replace(block, mlp=MoEConfig(experts=4, expert=GatedMLPConfig(ffn=64)))
-    small = replace(small, stack=replace(small.stack, pattern=(block,)))
+    mixture = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=64))
+    small = with_block(model(hidden=64, dropout=0.0, repeats=1), mlp=mixture)
     settings = {"model": small, "precision": PrecisionConfig(matmul=recipe), "steps": 4}
     return run_config(folder, **settings | {"schedule": ScheduleConfig(lr=1e-2, style="constant")} | changes)
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from small_jobs import model, run_config
+from tiny_runs import with_block
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
@@ -27,9 +28,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (4, 16), dtype=np.int32)
 
 
 def with_mlp(mlp: Any) -> DecoderConfig:
-    dense = model(dropout=0.0)
-    (block,) = dense.stack.pattern
-    return replace(dense, stack=replace(dense.stack, pattern=(replace(block, mlp=mlp),)))
+    return with_block(model(dropout=0.0), mlp=mlp)
 
 
 def experts(number: int, top_k: int, ffn: int, **router: Any) -> DecoderConfig:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama
+from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama, with_block
 
 from megajax.kernels.attention.capability import Device, Request
 from megajax.layers.attention.config import CrossAttentionConfig
@@ -92,9 +92,7 @@ def small(**changes: Any) -> DecoderConfig:
 def latent(**changes: Any) -> DecoderConfig:
     """Latent attention whose queries have a latent of their own."""
     mixer = LatentAttentionConfig(heads=4, query_rank=12, key_value_rank=8, content_dim=6, position_dim=4, value_dim=5)
-    (block,) = llama().stack.pattern
-    model = llama(repeats=2)
-    return replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=mixer),)), **changes)
+    return replace(with_block(llama(), mixer=mixer), **changes)
 
 
 def reading(**changes: Any) -> T5Config:
@@ -114,9 +112,7 @@ def reading(**changes: Any) -> T5Config:
 
 
 def recurrent(mixer: Any, **changes: Any) -> DecoderConfig:
-    model = llama(repeats=2)
-    (block,) = model.stack.pattern
-    return replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=mixer),)), **changes)
+    return replace(with_block(llama(), mixer=mixer), **changes)
 
 
 MAMBA2 = Mamba2Config(heads=4, head_dim=6, state=5, groups=2)
@@ -163,9 +159,8 @@ def test_without_recomputation_more_is_saved_than_the_named_tensors():
 
 def test_without_recomputation_experts_save_their_rows_and_no_activation_twice():
     """Gate, up and the input of `down` for each row; the activation before its factor is recomputed."""
-    (block,) = (model := llama(repeats=2)).stack.pattern
     mixture = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=56))
-    model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=mixture),)), recompute="none")
+    model = replace(with_block(llama(), mlp=mixture), recompute="none")
     program = build_program(model, ONE, microbatches=4, compute="float32")
     (span,) = program.abstract.stack.spans()
     saved = jax.make_jaxpr(lambda *args: differentiated(span.unit, *args)[1])(*arguments(program, span, "float32"))

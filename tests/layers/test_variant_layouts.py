@@ -1,15 +1,11 @@
 """Every variant of a layer on several devices against one: losses and gradients of a whole model."""
 
 from dataclasses import replace
-from functools import cache
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from tiny_runs import LENGTH, ONE, VOCABULARY, assert_close, differentiate
 
-from megajax.batch import Batch, batch_schema
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -17,7 +13,6 @@ from megajax.layers.linear.config import LightningAttentionConfig, ShortConvConf
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig, XieluMLPConfig
 from megajax.layers.norm.config import FixedScaleConfig, L2NormConfig, LayerNormConfig, RMSNormConfig, SumWeightsConfig
-from megajax.layers.param import Normal, specs
 from megajax.layers.position.config import (
     AlibiConfig,
     LongRopeScalingConfig,
@@ -26,20 +21,10 @@ from megajax.layers.position.config import (
     TemperatureConfig,
     YarnScalingConfig,
 )
-from megajax.layers.stack.config import StackConfig
+from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.layout import Layout
-from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
-from megajax.models.reduction import LossReduction
-from megajax.precision.config import PrecisionConfig
-from megajax.training.gradients.accumulate import accumulate
-from megajax.training.gradients.grads import Weights
-from megajax.training.gradients.staged import staged
-from megajax.training.state import parameter_shardings
 
-ROWS, LENGTH, VOCABULARY = 4, 12, 61
 PLAIN = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig())
 CENTRED = RMSNormConfig(zero_centred=True)
 SHARED = RelativeBiasConfig(buckets=8, shared=True)
@@ -51,7 +36,6 @@ def model(mixer, *mixers, norm=CENTRED, **changes) -> DecoderConfig:
     return DecoderConfig(
         hidden=16,
         vocabulary_size=VOCABULARY,
-        vocabulary_multiple=16,
         sequence_length=LENGTH,
         stack=StackConfig(pattern=tuple(blocks), repeats=1),
         norm=norm,
@@ -142,52 +126,17 @@ MODELS = {
     ),
 }
 """Every variant in one of the programs: a weight's path names the layer that differs."""
-LAYOUTS = {
-    "tensor": ParallelConfig(data=1, tensor=2),
-    "fsdp and sequence": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
+SEGMENTS = replace(MODELS["families"], stack=SegmentsConfig.of(FAMILIES), width_scaling=None)
+TENSOR = ParallelConfig(data=1, tensor=2)
+FSDP = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp")
+RING = ParallelConfig(data=1, context=2, context_strategy="ring")
+STAGES = {
+    "pipeline and context": ParallelConfig(data=1, pipeline=2, context=2),
+    "pipeline and tensor": ParallelConfig(data=1, pipeline=2, tensor=2, sequence=True),
 }
-
-
-def batch() -> Batch:
-    """Leaves [1, ROWS, LENGTH], two documents a row."""
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, VOCABULARY, (1, ROWS, LENGTH + 1), dtype=np.int32)
-    segments = np.broadcast_to(np.arange(LENGTH, dtype=np.int32) // 7, (1, ROWS, LENGTH))
-    mask = (rng.random((1, ROWS, LENGTH)) < 0.8).astype(np.float32)
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (1, ROWS, LENGTH))
-    leaves = {"tokens": text[..., :-1], "labels": text[..., 1:], "loss_mask": mask}
-    sample = np.arange(ROWS, dtype=np.uint32)[None]
-    return {**leaves, "positions": positions, "segment_ids": segments, "sample": sample}
-
-
-@cache
-def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """(what is reported and the loss that is minimised, gradients by path), with isolated documents."""
-    cfg, plan = MODELS[name], Plan.of(parallel)
-    if parallel.data_sharding == "fsdp":
-        cfg = replace(cfg, recompute="selective")
-    layout, mesh = (
-        Layout(plan),
-        build_mesh(parallel, jax.devices()[: parallel.data * parallel.tensor]),
-    )
-    abstract = nnx.eval_shape(lambda: cfg.build(layout))
-    declared = specs(abstract)
-    rng = np.random.default_rng(1)
-    params = {}
-    for path in sorted(declared):
-        spec = declared[path]
-        gaussian = isinstance(spec.init, Normal)
-        values = rng.normal(0, spec.init.std if gaussian else 0.2, spec.shape)
-        mean = 0 if gaussian else np.asarray(spec.init.draw(jax.random.key(len(path)), spec.shape))
-        params[path] = (values + mean).astype(np.float32)
-    schema = batch_schema(cfg.schema(), batch())
-    weights = Weights(abstract, declared, schema, layout, PrecisionConfig(compute="float32"))
-    grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None), mesh)
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        placed = jax.device_put(params, parameter_shardings(declared, plan.params, mesh))
-        out = jax.device_get(jax.jit(grad_fn)(placed, batch(), jnp.ones(())))
-    reported = {key: float(total / count) for key, (total, count) in out.metrics.items()}
-    return reported | {"minimised": float(out.loss_sum / out.weight_sum)}, dict(out.grads)
+CASES = {f"{name}, {layout}": (cfg, parallel) for name, cfg in MODELS.items()
+         for layout, parallel in {"tensor": TENSOR, "fsdp and sequence": FSDP}.items()}  # fmt: skip
+CASES |= {f"families, {layout}": (SEGMENTS, parallel) for layout, parallel in {"ring": RING, **STAGES}.items()}
 
 
 def test_the_variants_are_legal():
@@ -199,19 +148,20 @@ def test_the_variants_are_legal():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_equal_those_of_one_device(name, layout):
-    losses, expected = gradients(name, ParallelConfig(data=1))
-    actual, grads = gradients(name, LAYOUTS[layout])
-    if name == "others":
-        assert set(losses) == {"loss", "loss_2_ahead", "loss_3_ahead", "minimised"}
-        assert losses["minimised"] > losses["loss"] + 0.1
-    assert grads.keys() == expected.keys()
-    for key, value in losses.items():
-        np.testing.assert_allclose(actual[key], value, rtol=1e-5, err_msg=key)
-    top = max(np.abs(g).max() for g in expected.values())
-    for path, g in expected.items():
+@pytest.mark.parametrize(("cfg", "parallel"), CASES.values(), ids=CASES)
+def test_losses_equal_those_of_one_device(cfg, parallel):
+    if parallel.data_sharding == "fsdp":
+        cfg = replace(cfg, recompute="selective")
+    expected, actual = (differentiate(cfg, layout, microbatches=2) for layout in (ONE, parallel))
+    assert actual.means == pytest.approx(expected.means, rel=1e-5)
+    if cfg.prediction:
+        assert set(expected.means) == {"loss", "loss_2_ahead", "loss_3_ahead", "minimised"}
+        assert expected.means["minimised"] > expected.loss + 0.1
+    assert actual.padding == 0
+    biases = {path for path in expected.gradients if path.endswith("key_norm.bias")}
+    for path in biases:
         # The gradient of a key's bias without rotation is zero except for rounding.
-        scale = top if path.endswith("key_norm.bias") else max(np.abs(g).max(), 1e-3 * top)
-        np.testing.assert_allclose(grads[path], g, atol=1e-5 * scale, err_msg=path)
+        top = max(np.abs(gradient).max() for gradient in expected.gradients.values())
+        np.testing.assert_allclose(actual.gradients[path], expected.gradients[path], rtol=0, atol=1e-5 * top)
+    others = [{path: g for path, g in run.gradients.items() if path not in biases} for run in (actual, expected)]
+    assert_close(*others, floor=1e-3)

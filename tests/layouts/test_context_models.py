@@ -11,11 +11,23 @@ import pytest
 import tiny_runs
 from jax.sharding import AxisType, PartitionSpec
 from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe
-from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, differentiate, gpt, llama, train
+from tiny_runs import (
+    LENGTH,
+    ONE,
+    QUICK,
+    VOCABULARY,
+    assert_close,
+    assert_same_step,
+    build_program,
+    gpt,
+    llama,
+    train,
+    with_block,
+)
 
 from megajax.batch import Batch, Leaf
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
+from megajax.layers.moe.config import CapacityConfig, RouterConfig
 from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
@@ -41,22 +53,6 @@ PIPELINE = ParallelConfig(pipeline=2, data=1, context=2, tensor=2)
 
 def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Gradients within 1e-5 of their size, or of a thousandth of the largest one's."""
-    top = max(np.abs(gradient).max() for gradient in expected.values())
-    assert actual.keys() == expected.keys()
-    for path, gradient in expected.items():
-        scale = max(np.abs(gradient).max(), 1e-3 * top)
-        np.testing.assert_allclose(actual[path], gradient, rtol=0, atol=1e-5 * scale, err_msg=path)
-
-
-def same_gradients(model: ModelConfig, parallel: ParallelConfig, draw: Callable[[int], Batch] = tiny_runs.rows) -> None:
-    """Loss and gradients of a step."""
-    actual, expected = (differentiate(model, layout, microbatches=3, draw=draw) for layout in (parallel, ONE))
-    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
-    assert_close(actual.gradients, expected.gradients)
 
 
 def on_devices(sharding: SequenceSharding, local: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -139,7 +135,7 @@ def ahead(model: DecoderConfig, depth: int, **settings: object) -> DecoderConfig
     ids=["documents", "pipeline", "microbatches", "dropout in a pipeline"],
 )
 def test_heads_that_predict_further_ahead(model: DecoderConfig, parallel: ParallelConfig) -> None:
-    same_gradients(model, parallel)
+    assert_same_step(model, parallel, microbatches=3, floor=1e-3)
 
 
 def without_counted(seed: int) -> Batch:
@@ -167,7 +163,7 @@ def test_both_averages_with_smoothed_labels_and_a_z_loss(average: str, draw: Cal
     np.testing.assert_allclose(actual.before, expected.before, rtol=1e-5)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
     assert actual.tokens == expected.tokens
-    assert_close(actual.gradients, expected.gradients)
+    assert_close(actual.gradients, expected.gradients, floor=1e-3)
 
 
 DROPS_BY_POSITION = RouterConfig(aux_loss=0.01, capacity=CapacityConfig(factor=0.7, drop="position"))
@@ -193,7 +189,7 @@ def test_experts(router: RouterConfig, way: str, parallel: ParallelConfig, avera
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
     np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
-    assert_close(actual.gradients, expected.gradients)
+    assert_close(actual.gradients, expected.gradients, floor=1e-3)
     for name in (LOAD, LOAD.replace("load", "report")):
         observed = [np.sort(np.asarray(run.state.observed[name]), axis=0) for run in (actual, expected)]
         np.testing.assert_allclose(observed[0], observed[1], rtol=1e-5, atol=1e-5, err_msg=name)
@@ -202,21 +198,19 @@ def test_experts(router: RouterConfig, way: str, parallel: ParallelConfig, avera
 
 
 def experts_in_one_layer() -> DecoderConfig:
-    model = moe(DROPS_BY_POSITION, "gather")
-    (block,) = model.stack.pattern
-    assert isinstance(block.mlp, MoEConfig)
-    block = replace(block, mlp=replace(block.mlp, experts=4, shared=None))
-    return replace(model, stack=replace(model.stack, pattern=(block,), repeats=1))
+    model = with_block(moe(DROPS_BY_POSITION, "gather"), mlp={"experts": 4, "shared": None})
+    return replace(model, stack=replace(model.stack, repeats=1))
 
 
 def test_a_layer_of_experts() -> None:
-    same_gradients(experts_in_one_layer(), TWO)
+    assert_same_step(experts_in_one_layer(), TWO, microbatches=3, floor=1e-3)
 
 
 @pytest.mark.slow
 def test_adapters_and_width_scaling() -> None:
     adapted = replace(llama(), lora=LoRAConfig(rank=4, alpha=8.0, dropout=0.2))
-    same_gradients(replace(adapted, width_scaling=WidthScalingConfig(base_hidden=16)), replace(TWO, tensor=2))
+    scaled = replace(adapted, width_scaling=WidthScalingConfig(base_hidden=16))
+    assert_same_step(scaled, replace(TWO, tensor=2), microbatches=3, floor=1e-3)
 
 
 def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_layouts_train_alike import assert_same_steps
-from tiny_runs import ONE, build_program, llama, train
+from tiny_runs import ONE, build_program, llama, train, with_block
 
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig, SharedExpertConfig
@@ -30,8 +30,6 @@ TENSOR = ParallelConfig(data=2, expert=2, tensor=2)
 
 
 def moe(router: RouterConfig, way: Any = "auto", *, recompute: Any = "selective", **dispatch: Any) -> DecoderConfig:
-    model, repeats = llama(recompute), 4
-    (block,) = model.stack.pattern
     mixture = MoEConfig(
         experts=EXPERTS,
         expert=GatedMLPConfig(ffn=16),
@@ -39,14 +37,12 @@ def moe(router: RouterConfig, way: Any = "auto", *, recompute: Any = "selective"
         shared=SHARED,
         dispatch=DispatchConfig(way=way, **dispatch),
     )
-    return replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=mixture),), repeats=repeats))
+    return with_block(llama(recompute, repeats=4), mlp=mixture)
 
 
 def check(model: DecoderConfig, parallel: ParallelConfig) -> None:
     """Losses, norms, and the gradients of the first step; the state of routers after the last."""
-    (block,) = model.stack.pattern
-    alike = replace(block, mlp=replace(block.mlp, dispatch=DispatchConfig()))
-    plain = replace(model, recompute="selective", stack=replace(model.stack, pattern=(alike,)))
+    plain = replace(with_block(model, mlp={"dispatch": DispatchConfig()}), recompute="selective")
     # Losses that balance are of a microbatch; ROWS are 24.
     count = 2 if parallel.pipeline > 1 else 3
     run = partial(train, microbatches=count, evaluated=parallel in (SEQUENCE, PIPELINE))

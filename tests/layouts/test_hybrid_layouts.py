@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, Differentiated, build_program, differentiate, llama, place, rows, start, within
+from tiny_runs import QUICK, assert_same_step, build_program, llama, place, rows, start, within
 
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -35,20 +35,9 @@ def hybrid(pattern: str, **settings: Any) -> DecoderConfig:
     return replace(llama(), stack=SegmentsConfig.of([BLOCKS[letter] for letter in pattern]), **settings)
 
 
-def assert_same_gradients(actual: Differentiated, expected: Differentiated) -> None:
-    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
-    assert actual.gradients.keys() == expected.gradients.keys(), "the same arrays on every layout"
-    assert actual.padding == 0
-    for path, gradient in expected.gradients.items():
-        scale = np.abs(gradient).max()
-        np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
-
-
 def test_stages_that_differ() -> None:
     """The gradients of two layers on two stages: one has the feed-forward layer and one the attention."""
-    layouts = (ONE, ParallelConfig(pipeline=2, data=1))
-    expected, staged = (differentiate(hybrid("-*"), parallel, microbatches=2) for parallel in layouts)
-    assert_same_gradients(staged, expected)
+    assert_same_step(hybrid("-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
 
 
 def test_loops_say_how_many_layers_a_stage_has_on_average() -> None:
@@ -98,8 +87,7 @@ CASES = {
 def test_losses_and_gradients_equal_those_of_one_device(pattern: str, recompute: Any, parallel: ParallelConfig) -> None:
     """test_layouts_matrix.py has optimizers on stages whose layers differ in number."""
     count = 2 if "e" in pattern.lower() else 4
-    actual = differentiate(hybrid(pattern, recompute=recompute), parallel, microbatches=count)
-    assert_same_gradients(actual, differentiate(hybrid(pattern), ONE, microbatches=count))
+    assert_same_step(hybrid(pattern, recompute=recompute), parallel, alone=hybrid(pattern), microbatches=count)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, differentiate, gpt, llama, rows, train
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, differentiate, gpt, llama, rows, train, with_block
 
 from megajax.layers.position.config import AlibiConfig, RelativeBiasConfig
 from megajax.mesh.config import ParallelConfig
@@ -15,10 +15,7 @@ from megajax.models.decoder.config import DecoderConfig
 
 def with_relative(relative: RelativeBiasConfig | AlibiConfig | None) -> DecoderConfig:
     """Four layers with relative biases in place of rotary positions."""
-    plain = llama("selective", repeats=4)
-    block = plain.stack.pattern[0]
-    block = replace(block, mixer=replace(block.mixer, rope=None, relative=relative))
-    return replace(plain, stack=replace(plain.stack, pattern=(block,)))
+    return with_block(llama("selective", repeats=4), mixer={"rope": None, "relative": relative})
 
 
 def on(data: int, tensor: int, sharding: str = "zero1", *, sequence: bool = False) -> ParallelConfig:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_runs import ONE, Trained, gpt, llama, train
+from tiny_runs import ONE, assert_close, gpt, llama, train
 
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -26,18 +26,6 @@ def experts() -> DecoderConfig:
     mixture = replace(block, mlp=MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=16)))
     stack = replace(model.stack, pattern=(block, mixture))
     return replace(model, stack=stack, prediction=PredictionConfig(block=block))
-
-
-def assert_same_training(actual: Trained, expected: Trained) -> None:
-    """Within 1e-5 in the first step, 1e-4 after it."""
-    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
-    assert set(actual.gradients) == set(expected.gradients) and actual.padding == 0
-    assert all(".lora_" in path for path in actual.gradients)
-    for path, gradient in expected.gradients.items():
-        largest = np.abs(gradient).max()
-        assert largest > 0, path
-        np.testing.assert_allclose(actual.gradients[path], gradient, rtol=0, atol=1e-5 * largest, err_msg=path)
 
 
 @pytest.mark.slow
@@ -71,7 +59,12 @@ def assert_same_training(actual: Trained, expected: Trained) -> None:
 )
 def test_losses_equal_those_of_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
     options = {"microbatches": 4 if parallel.pipeline > 1 else 2, "evaluated": False}
-    assert_same_training(train(model, parallel, **options), train(model, ONE, **options))
+    actual, expected = train(model, parallel, **options), train(model, ONE, **options)
+    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
+    assert actual.padding == 0 and all(".lora_" in path for path in actual.gradients)
+    assert all(gradient.any() for gradient in expected.gradients.values())
+    assert_close(actual.gradients, expected.gradients)
 
 
 @pytest.mark.slow

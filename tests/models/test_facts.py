@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_runs import with_block
 
 from megajax.compiled.gpus import GPUS
 from megajax.config.errors import Problem, UserError
@@ -58,19 +59,13 @@ class ExpertsConfig:
         return f"{self.experts} experts"
 
 
-def with_block(**layers: Any) -> DecoderConfig:
+def with_layers(**layers: Any) -> DecoderConfig:
     """Llama-3 8B with other layers in its blocks."""
-    model = llama3("8b")
-    return replace(model, stack=replace(model.stack, pattern=(replace(model.stack.pattern[0], **layers),)))
-
-
-def with_mlp(mlp: Any) -> DecoderConfig:
-    """Llama-3 8B with another feed-forward."""
-    return with_block(mlp=mlp)
+    return with_block(llama3("8b"), **layers)
 
 
 def test_a_user_s_layer_works_in_counts_and_checks_and_plans() -> None:
-    model, dense = with_mlp(ExpertsConfig(experts=8, ffn=14_336)), llama3("8b")
+    model, dense = with_layers(mlp=ExpertsConfig(experts=8, ffn=14_336)), llama3("8b")
     assert isinstance(ExpertsConfig(experts=8, ffn=1), Layer) and facts_of(model) is model
     assert model.parameter_count().layers - dense.parameter_count().layers == 32 * (8 * 2 - 3) * 4096 * 14_336
     assert flops_of(dense).full - flops_of(model).full == 6 * 32 * 4096 * 14_336
@@ -90,9 +85,9 @@ def test_a_model_without_facts_has_unknown_flops_and_no_plan_by_formula() -> Non
     """An open union: a user's model and layers need not know our protocol."""
     expected = {
         "model: SimpleNamespace has no .*parameter_count": SimpleNamespace(layers=3),
-        r"model.stack.pattern.0.mlp: SimpleNamespace has no weights, matmuls": with_mlp(SimpleNamespace(ffn=8)),
-        r"model.stack.pattern.0.mixer: SimpleNamespace has no .*heads": with_block(mixer=SimpleNamespace(ffn=8)),
-        r"model.stack.pattern.0.norm: SimpleNamespace has no weights": with_block(norm=SimpleNamespace()),
+        r"model.stack.pattern.0.mlp: SimpleNamespace has no weights, matmuls": with_layers(mlp=SimpleNamespace(ffn=8)),
+        r"model.stack.pattern.0.mixer: SimpleNamespace has no .*heads": with_layers(mixer=SimpleNamespace(ffn=8)),
+        r"model.stack.pattern.0.norm: SimpleNamespace has no weights": with_layers(norm=SimpleNamespace()),
         r"model.norm: SimpleNamespace has no weights": replace(llama3("8b"), norm=SimpleNamespace()),
     }
     for missing, model in expected.items():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_runs import ONE, ROWS, build_program
+from tiny_runs import ONE, ROWS, assert_same_step, build_program
 
 from megajax.batch import Batch
 from megajax.config.compose import check
@@ -34,7 +34,6 @@ from megajax.models.vit.config import (
     ViTConfig,
     with_image_head,
 )
-from tests.models.test_encoders import assert_the_step_of_one_device
 
 CLASSES, SIZE = 5, 8
 BLOCK = BlockConfig(
@@ -124,7 +123,8 @@ PIPELINE = ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule=
     ],
 )
 def test_trains_like_one_device(model: ViTConfig, parallel: ParallelConfig) -> None:
-    assert_the_step_of_one_device(model, parallel, pixels if isinstance(model.head, SegmenterConfig) else images)
+    draw = pixels if isinstance(model.head, SegmenterConfig) else images
+    assert_same_step(model, parallel, microbatches=3, tolerance=1e-4, floor=1e-4, draw=draw)
 
 
 def build_model(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:

@@ -10,7 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, gpt, in_order, llama, pair, place, rows, start, within
+from tiny_runs import (
+    LENGTH,
+    ONE,
+    QUICK,
+    ROWS,
+    build_program,
+    gpt,
+    in_order,
+    llama,
+    pair,
+    place,
+    rows,
+    start,
+    with_block,
+    within,
+)
 
 from megajax.batch import Grads
 from megajax.compiled.hlo import read
@@ -131,10 +146,7 @@ def compiled(parallel: ParallelConfig, microbatches: int) -> tuple[Program, str]
 
 def distinct() -> DecoderConfig:
     """A model without a matrix of the shape of an activation: 40 hidden, heads of 6, 48 in between."""
-    model = llama(repeats=5)
-    block = model.stack.pattern[0]
-    block = replace(block, mixer=replace(block.mixer, head_dim=6))
-    return replace(model, hidden=40, stack=replace(model.stack, pattern=(block,)))
+    return replace(with_block(llama(repeats=5), mixer={"head_dim": 6}), hidden=40)
 
 
 UNDIVIDED = stages(4, data=2, data_sharding="replicate")

@@ -186,20 +186,11 @@ def test_layers_by_codes_equal_the_reference(name: str, size: int) -> None:
     [
         *((PLAIN, name) for name in ("blocks", "float32 scales", "one scale, delayed")),
         *((OF_BLACKWELL, name) for name in ("one scale", "mxfp8", "nvfp4")),
+        *((KERNEL, "blocks"), (SCALED, "mxfp8")),
     ],
 )
-def test_devices_multiply_the_codes_of_their_own_experts(kernel: CodeProducts, name: str) -> None:
-    """Experts over two devices, and the matrices of each over two."""
-    expected = trained(RECIPES[name], ParallelConfig(data=1), hidden=128)
-    actual = trained(replace(RECIPES[name], codes=kernel), ParallelConfig(data=1, expert=2, tensor=2), hidden=128)
-    for path in expected.keys() - {"load.sum", "report.sum"}:
-        close(actual[path], expected[path])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "name"), [(KERNEL, "blocks"), (SCALED, "mxfp8")])
 def test_the_kernels_of_several_devices(kernel: CodeProducts, name: str) -> None:
-    """As above, by the kernels themselves."""
+    """Experts over two devices, and the matrices of each over two; the last two cases by the kernels themselves."""
     expected = trained(RECIPES[name], ParallelConfig(data=1), hidden=128)
     with interpreted(CAREFUL):
         recipe = replace(RECIPES[name], codes=kernel)

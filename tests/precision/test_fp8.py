@@ -93,22 +93,16 @@ def test_the_input_in_8_bits_and_the_weight_are_saved_for_the_backward_pass() ->
 
 @pytest.mark.parametrize("form", FORMS)
 def test_scales_are_powers_of_two_that_use_the_range(form: str) -> None:
-    for largest in (1e-30, 3e-7, 1.0, 1.75, 1.7578125, 448.0, 449.0, 6e4, 3e38):
+    for largest in (1e-30, 3e-7, 1.0, 1.75, 1.7578125, 448.0, float(np.nextafter(np.float32(448), np.inf)), 6e4, 3e38):
         x = jnp.asarray([largest, -largest / 3, 0.0], jnp.float32)
         small, scale, *_ = quantize(x, jnp.dtype(FORMS[form]))
         assert np.frexp(scale)[0] == 0.5, "a power of two"
         assert LARGEST[form] / 2 < largest * float(scale) <= LARGEST[form]
+        # Where the scale rounds up to a power of two, the largest value is clipped, not turned into NaN.
         assert np.asarray(small).astype(np.float64).max() <= LARGEST[form]
         np.testing.assert_allclose(
             np.asarray(small).astype(np.float64) / scale, x, rtol=0.07 if form == "e4m3" else 0.13
         )
-
-
-def test_rounding_stays_within_the_format() -> None:
-    """With a scale that rounds up to a power of two, the largest value is clipped, not turned into NaN."""
-    largest = np.nextafter(np.float32(448), np.float32(1e9))
-    small, *_ = quantize(jnp.asarray([largest, 1.0], jnp.float32), jnp.dtype(FORMS["e4m3"]))
-    assert np.isfinite(np.asarray(small).astype(np.float32)).all()
 
 
 def test_another_scale_gives_the_same_numbers() -> None:

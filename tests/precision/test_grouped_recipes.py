@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from test_blocks import draw
-from tiny_runs import QUICK, build_program, place, rows, start, wide, within
+from tiny_runs import QUICK, build_program, place, rows, start, wide, with_block, within
 
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable
@@ -169,12 +169,9 @@ LAYOUTS = {
 @cache
 def losses(parallel: ParallelConfig, recipe: MatmulConfig | None, *, once: bool = True) -> np.ndarray:
     """Of five steps of a mixture of experts in bfloat16; once: the program rounds matrices once a step if it can."""
-    model = wide()
-    (block,) = model.stack.pattern
     mixture = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=64), router=RouterConfig(aux_loss=0.01))
     # Sides of at least 32 on two devices.
-    block = replace(block, mlp=mixture, mixer=replace(block.mixer, head_dim=32))
-    model = replace(model, stack=replace(model.stack, pattern=(block,)))
+    model = with_block(wide(), mlp=mixture, mixer={"head_dim": 32})
     program = build_program(model, parallel, microbatches=6 // parallel.data, compute="bfloat16", isolated=False)
     precision = replace(program.cfg.precision, matmul=recipe)
     cfg = program.cfg.but(precision=precision, schedule=replace(program.cfg.schedule, lr=1e-3), steps=5)

@@ -180,20 +180,3 @@ def test_two_hundred_thousand_steps_take_seconds(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0
     assert time.process_time() - start < 10
     assert (tmp_path / "report.html").stat().st_size < 3e6
-
-
-@pytest.mark.slow
-def test_the_report_of_a_real_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    settings = ["--steps=6", "--evaluation.batches=1", "--logging.plot=false", "--logging.sample=false"]
-    training = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", f"--run_dir={run}", *settings]
-    first = subprocess.run([*training, "--resilience.exit_after_steps=3"], capture_output=True, text=True)
-    assert first.returncode == 0, first.stderr
-    second = subprocess.run([*training, "--resilience.inject=nan:step=5"], capture_output=True, text=True)
-    assert second.returncode == 0, second.stderr
-    assert main([str(run)]) == 0
-    text = " ".join(outline((run / "report.html").read_text(encoding="utf-8")).text)
-    for phrase in ("step 6 of 6: done; exit code 0", "transient fault", "validation", "stopped (resilience", "jax "):
-        assert phrase in text, phrase
-    history = read_history(run)
-    assert [a.exit_code for a in attempts(history)] == [0, 0] and history.faults == ()

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from small_jobs import model, run_config
+from tiny_runs import with_block
 
 from megajax.config import load
 from megajax.config.errors import ConfigError, Problem, TooFewDevices
@@ -30,8 +31,7 @@ def job(rows: int = 24, micro_size: int = 1, *, average: str = "tokens", ramp=No
 def with_experts(**router):
     plain = model(hidden=48, heads=6, kv_heads=6, ffn=96, repeats=4, vocabulary_multiple=384)
     mixture = MoEConfig(experts=6, router=RouterConfig(**router), expert=GatedMLPConfig(ffn=32))
-    block = replace(plain.stack.pattern[0], mlp=mixture)
-    return replace(plain, stack=replace(plain.stack, pattern=(block,)))
+    return with_block(plain, mlp=mixture)
 
 
 def sizes(plan: Replan) -> dict[str, int]:
