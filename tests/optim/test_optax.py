@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+import test_sharded_optimizers
+from test_sharded_optimizers import two_updates
 
 from megajax.config import load
 from megajax.config.compose import override
 from megajax.config.errors import UserError
 from megajax.layers.param import ONES, Normal, ParamSpec
-from megajax.mesh.config import ParallelConfig
-from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptaxConfig, SGDConfig
 from megajax.optim.optax_export import scale_by_rule, transformation
 from megajax.optim.optimizer import Adam, Momentum, SignOfAverage, constant_rates
@@ -43,7 +41,6 @@ DECLARED = {
     )
     for path, (shape, axes) in SHAPES.items()
 }
-PARALLEL = ParallelConfig(pipeline=2, data=2, tensor=2, data_sharding="zero1")
 HERE = "test_optax"
 
 
@@ -83,22 +80,7 @@ def clipped(learning_rate: Any) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(learning_rate))
 
 
-def arrays(seed: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    values = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
-    for path, spec in DECLARED.items():
-        if -1 in spec.layers:
-            values[path][-1] = 0  # a row that is no layer
-    return values
-
-
-def two_updates(optimizer: Any, place: Any) -> tuple[Any, Any]:
-    update = jax.jit(partial(optimizer.update, rates=constant_rates(0.01, optimizer.cfg.weight_decay)))
-    params = place(arrays(0))
-    state = optimizer.init(params)
-    for seed in (1, 2):
-        params, state = update(place(arrays(seed)), state, params)
-    return jax.device_get(params), jax.device_get(state)
+arrays = partial(test_sharded_optimizers.arrays, declared=DECLARED)
 
 
 def by_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -129,15 +111,8 @@ def test_layers_are_arrays_of_their_own_on_any_layout(name: str) -> None:
         decay = {path: 0.01 * cfg.weight_decay * x * (np.ndim(x) > 1) for path, x in expected.items()}
         expected = {path: x + updates[path] - decay[path] for path, x in expected.items()}
 
-    plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
-    single = two_updates(cfg.build(DECLARED), lambda values: values)
-
-    def place(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {p: jax.device_put(x, NamedSharding(mesh, plan.optimizer.spec(SHAPES[p][1]))) for p, x in values.items()}
-
-    with jax.set_mesh(mesh):
-        sharded = two_updates(cfg.build(DECLARED, plan), place)
-    for params, kept in (single, sharded):
+    for sharded in (False, True):
+        params, kept = two_updates(cfg, DECLARED, sharded=sharded, decay=cfg.weight_decay)
         for path, x in by_layer(params).items():
             np.testing.assert_allclose(x, expected[path], rtol=1e-5, atol=1e-5, err_msg=path)
         for part in (params, *(part for part in kept.values() if isinstance(part, dict))):

@@ -1,5 +1,6 @@
-"""SGD and Lion against their definitions in float64, and properties of all optimizers."""
+"""AdamW, SGD and Lion against their definitions in float64, decay, clipping, and properties of all optimizers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.config.errors import UserError
 from megajax.layers.param import ONES, ZEROS, Normal, ParamSpec
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
-from megajax.optim.optimizer import constant_rates, zeros
+from megajax.optim.optimizer import clip_factor, constant_rates, global_norm, weight_so_far, zeros
 
 DECLARED = {
     "stack.matrix": ParamSpec(
@@ -25,40 +27,104 @@ def random(rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray
     return {path: (rng.normal(size=spec.shape) * scale).astype(np.float32) for path, spec in DECLARED.items()}
 
 
-def run(cfg, params, gradients, lr):
-    """(weights, state) after one update for each gradient."""
+BIT = float(np.finfo(np.float32).eps)
+DECAYED = ("stack.matrix", "tokens")
+
+
+def run(cfg, params, gradients, rates):
+    """(weights, state) after one update for each gradient and rate."""
     optimizer = cfg.build(DECLARED)
-    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=constant_rates(lr, cfg.weight_decay)))
+    update = jax.jit(lambda g, s, p, lr: optimizer.update(g, s, p, rates=constant_rates(lr, cfg.weight_decay)))
     weights, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
-    for grads in gradients:
-        weights, state = update(grads, state, weights)
+    for grads, lr in zip(gradients, rates, strict=True):
+        weights, state = update(grads, state, weights, jnp.float32(lr))
     return weights, state
 
 
-def test_momentum():
-    rng, cfg = np.random.default_rng(0), SGDConfig(momentum=0.9, weight_decay=0.1)
-    params, gradients = random(rng), [random(rng) for _ in range(5)]
-    weights, state = run(cfg, params, gradients, 0.01)
-    for path, p in params.items():
-        p, momentum = p.astype(np.float64), 0.0
-        for grads in gradients:
-            momentum = 0.9 * momentum + grads[path] + (0.1 * p if path in ("stack.matrix", "tokens") else 0)
-            p = p - 0.01 * momentum
-        np.testing.assert_allclose(weights[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
-        np.testing.assert_allclose(state["momentum"][path], momentum, rtol=1e-5, atol=1e-5, err_msg=path)
+def adam(p, m, v, g, t, lr, decay, cfg):
+    """Loshchilov and Hutter 2019, algorithm 2, with the decay scaled by the learning rate."""
+    coupled = 0 if cfg.decoupled else decay
+    g = g + coupled * p
+    m, v = cfg.beta1 * m + (1 - cfg.beta1) * g, cfg.beta2 * v + (1 - cfg.beta2) * g * g
+    direction = (m / (1 - cfg.beta1**t)) / (np.sqrt(v / (1 - cfg.beta2**t)) + cfg.epsilon)
+    return p - lr * (direction + (decay - coupled) * p), m, v
 
 
-def test_lion():
-    rng, cfg = np.random.default_rng(1), LionConfig(beta1=0.9, beta2=0.99, weight_decay=0.3)
-    params, gradients = random(rng), [random(rng) for _ in range(5)]
-    weights, _ = run(cfg, params, gradients, 0.01)
-    for path, p in params.items():
-        p, m = p.astype(np.float64), 0.0
-        for grads in gradients:
-            p = p * (1 - 0.01 * (0.3 if path in ("stack.matrix", "tokens") else 0))
-            p = p - 0.01 * np.sign(0.9 * m + 0.1 * grads[path])
-            m = 0.99 * m + 0.01 * grads[path]
-        np.testing.assert_allclose(weights[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
+def momentum(p, m, v, g, t, lr, decay, cfg):
+    m = cfg.momentum * m + g + decay * p
+    return p - lr * m, m, v
+
+
+def lion(p, m, v, g, t, lr, decay, cfg):
+    p = p * (1 - lr * decay) - lr * np.sign(cfg.beta1 * m + (1 - cfg.beta1) * g)
+    return p, cfg.beta2 * m + (1 - cfg.beta2) * g, v
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("cfg", "step"),
+    [
+        (AdamWConfig(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1), adam),
+        (AdamWConfig(), adam),
+        (AdamWConfig(beta2=0.95, weight_decay=0.1, decoupled=False), adam),
+        (SGDConfig(momentum=0.9, weight_decay=0.1), momentum),
+        (LionConfig(beta1=0.9, beta2=0.99, weight_decay=0.3), lion),
+    ],
+    ids=["AdamW, beta2=0.95", "AdamW, beta2=0.999", "AdamW, coupled decay", "momentum", "Lion"],
+)
+def test_ten_updates_equal_those_in_float64(cfg, step: Callable) -> None:
+    rng = np.random.default_rng(0)
+    params, rates = random(rng), [1e-2 * (1 + n) / 3 for n in range(10)]
+    # For AdamW, gradients from large to below epsilon.
+    gradients = [random(rng, 10.0 ** rng.integers(-9, 2) if step is adam else 1.0) for _ in rates]
+    weights, state = run(cfg, params, gradients, rates)
+    assert int(state.get("count", 10)) == 10
+    for path, start in params.items():
+        p, m, v = start.astype(np.float64), 0.0, 0.0
+        for t, (grads, lr) in enumerate(zip(gradients, rates, strict=True), start=1):
+            decay = cfg.weight_decay if path in DECAYED else 0.0
+            p, m, v = step(p, m, v, grads[path].astype(np.float64), t, lr, decay, cfg)
+        rtol = 1e-5 if step is adam and cfg.decoupled else 1e-6
+        np.testing.assert_allclose(weights[path], p, rtol=rtol, atol=1e-6, err_msg=path)
+        assert np.abs(p - start).max() > 0.01, path
+        if step is momentum:
+            np.testing.assert_allclose(state["momentum"][path], m, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def test_bias_corrections_are_exact_from_the_first_step():
+    """1 - beta^t computed in float32 would be off by 6e-5 at the first step with beta2=0.999."""
+    for beta in (0.9, 0.95, 0.999, 0.9999):
+        for step in (1, 2, 3, 10, 1000, 100_000):
+            share = float(jax.jit(lambda t, beta=beta: weight_so_far(beta, t))(jnp.float32(step)))
+            assert share == pytest.approx(-np.expm1(step * np.log(beta)), rel=2 * BIT), (beta, step)
+    assert float(weight_so_far(0.0, jnp.float32(1))) == 1
+
+
+def test_moments_start_at_zero_in_the_shapes_of_the_weights():
+    state = AdamWConfig().build(DECLARED).init(random(np.random.default_rng(2)))
+    assert set(state) == {"count", "first_moment", "second_moment"}
+    for name in ("first_moment", "second_moment"):
+        assert {path: moment.shape for path, moment in state[name].items()} == {p: s.shape for p, s in DECLARED.items()}
+        assert all(moment.dtype == jnp.float32 and not moment.any() for moment in state[name].values())
+
+
+def test_undeclared_weights_are_refused():
+    optimizer, params = AdamWConfig().build(DECLARED), random(np.random.default_rng(3))
+    del params["gain"]
+    with pytest.raises(UserError, match="gain"):
+        optimizer.update(params, optimizer.init(params), params, rates=constant_rates(0.1))
+
+
+def test_clipping_scales_the_global_norm_down_to_the_limit():
+    grads = random(np.random.default_rng(4))
+    exact = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
+    norm = global_norm(grads)
+    np.testing.assert_allclose(norm, exact, rtol=1e-6)
+    clipped = {path: g * clip_factor(norm, 0.5) for path, g in grads.items()}
+    np.testing.assert_allclose(global_norm(clipped), 0.5, rtol=1e-5)
+    assert float(clip_factor(norm, 100.0)) == 1
+    assert float(clip_factor(norm, None)) == 1
+    assert float(clip_factor(jnp.float32(0), 1.0)) == 1
 
 
 @pytest.mark.parametrize("cfg", [AdamWConfig(), LionConfig(beta1=0.9, beta2=0.999)], ids=["AdamW", "Lion"])
@@ -97,8 +163,8 @@ def test_an_update_rounds_each_weight_once(cfg):
 def test_moments_in_bfloat16_are_stored_so_and_computed_in_float32(cfg):
     rng = np.random.default_rng(3)
     params, gradients = random(rng), [random(rng) for _ in range(4)]
-    exact, long_state = run(cfg, params, gradients, 0.01)
-    weights, state = run(replace(cfg, moments="bfloat16"), params, gradients, 0.01)
+    exact, long_state = run(cfg, params, gradients, [0.01] * 4)
+    weights, state = run(replace(cfg, moments="bfloat16"), params, gradients, [0.01] * 4)
     for name, part in state.items():
         if name == "count":
             assert int(part) == 4

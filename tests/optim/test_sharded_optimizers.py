@@ -1,7 +1,10 @@
 """Every optimizer on a mesh of pipeline 2 x data 2 x tensor 2 equals one device."""
 
 import re
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,24 +35,36 @@ DECLARED = {
     for path, (shape, axes) in SHAPES.items()
 }
 PARALLEL = ParallelConfig(pipeline=2, data=2, tensor=2, data_sharding="zero1")
+PLAN, MESH = Plan.of(PARALLEL), build_mesh(PARALLEL)
+type Declared = Mapping[str, ParamSpec]
 
 
-def arrays(seed: int) -> dict[str, np.ndarray]:
+def arrays(seed: int, declared: Declared = DECLARED) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    arrays = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
-    for path in arrays:
-        if DECLARED[path].layers:
-            arrays[path][-1] = 0  # a row that is no layer
-    return arrays
+    values = {path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()}
+    for path, spec in declared.items():
+        if -1 in spec.layers:
+            values[path][-1] = 0  # a row that is no layer
+    return values
 
 
-def two_updates(optimizer, place):
-    update = jax.jit(partial(optimizer.update, rates=constant_rates(0.01, 0.1)))
-    params = place(arrays(0))
-    state = optimizer.init(params)
-    for seed in (1, 2):
-        params, state = update(place(arrays(seed)), state, params)
-    return params
+def on_mesh(values: dict[str, np.ndarray], declared: Declared = DECLARED) -> dict[str, jax.Array]:
+    """As the optimizer has them."""
+    shardings = {path: NamedSharding(MESH, PLAN.optimizer.spec(spec.axes)) for path, spec in declared.items()}
+    return {path: jax.device_put(x, shardings[path]) for path, x in values.items()}
+
+
+def two_updates(cfg: Any, declared: Declared = DECLARED, *, sharded: bool = False, decay: float = 0.1) -> Any:
+    """(weights, state), on one device or on the mesh."""
+    optimizer = cfg.build(declared, *([PLAN] if sharded else []))
+    place = partial(on_mesh, declared=declared) if sharded else dict
+    update = jax.jit(partial(optimizer.update, rates=constant_rates(0.01, decay)))
+    with jax.set_mesh(MESH) if sharded else nullcontext():
+        params = place(arrays(0, declared))
+        state = optimizer.init(params)
+        for seed in (1, 2):
+            params, state = update(place(arrays(seed, declared)), state, params)
+    return jax.device_get((params, state))
 
 
 @pytest.mark.parametrize(
@@ -61,15 +76,9 @@ def two_updates(optimizer, place):
     ids=lambda cfg: cfg.name(),
 )
 def test_losses_equal_those_of_one_device(cfg):
-    plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
-    unsharded = two_updates(cfg.build(DECLARED), lambda values: values)
-
-    def place(values):
-        return {p: jax.device_put(x, NamedSharding(mesh, plan.optimizer.spec(SHAPES[p][1]))) for p, x in values.items()}
-
-    with jax.set_mesh(mesh):
-        weights = two_updates(cfg.build(DECLARED, plan), place)
-        norm = jax.jit(global_norm)(place(arrays(1)))
+    (unsharded, _), (weights, _) = (two_updates(cfg, sharded=sharded) for sharded in (False, True))
+    with jax.set_mesh(MESH):
+        norm = jax.jit(global_norm)(on_mesh(arrays(1)))
     for path, expected in unsharded.items():
         np.testing.assert_allclose(weights[path], expected, rtol=1e-5, atol=1e-6, err_msg=path)
         if DECLARED[path].layers:
@@ -82,13 +91,12 @@ def test_losses_equal_those_of_one_device(cfg):
 @pytest.mark.slow
 def test_muon_moves_one_matrix_at_a_time():
     """Over data two exchanges for each weight; over tensor sums of the small side, and gathers of the narrow ones."""
-    plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
-    optimizer = MuonConfig().build(DECLARED, plan)
-    shardings = {p: NamedSharding(mesh, plan.optimizer.spec(axes)) for p, (_, axes) in SHAPES.items()}
+    optimizer = MuonConfig().build(DECLARED, PLAN)
+    shardings = {p: NamedSharding(MESH, PLAN.optimizer.spec(axes)) for p, (_, axes) in SHAPES.items()}
     like = {p: jax.ShapeDtypeStruct(s, jnp.float32, sharding=shardings[p]) for p, (s, _) in SHAPES.items()}
     state = jax.eval_shape(optimizer.init, like)
     state = {name: {p: like[p] for p in part} if isinstance(part, dict) else part for name, part in state.items()}
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(MESH):
         update = partial(optimizer.update, rates=constant_rates(0.01, 0.1))
         text = jax.jit(update, out_shardings=(shardings, None)).lower(like, state, like).compile().as_text()
     counts = {
