@@ -208,18 +208,6 @@ def run(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_whose_data_changed_ends_with_one_message(run: Callable[..., Started], tmp_path: Path) -> None:
-    write(tmp_path / "text", 0)
-    assert run("--steps=3").wait() == 0
-    write(tmp_path / "text", 1)
-    second = run("--steps=6", "--schedule.decay_steps=3", "--verify-data")
-    assert second.wait() == 2 and "Traceback" not in second.text
-    assert f"data: {tmp_path / 'text'}.bin: checksum of a sample of its content" in second.text
-    third = run("--steps=6", "--schedule.decay_steps=3", "--checkpoint.changed_data=accept", "--verify-data")
-    assert third.wait() == 0 and "changed data from step 3 on" in third.text and "every byte of 2 files" in third.text
-
-
-@pytest.mark.slow
 def test_a_file_truncated_during_a_run_ends_it_with_one_message(run: Callable[..., Started], tmp_path: Path) -> None:
     """Through a memory map, the process would end with SIGBUS."""
     write(tmp_path / "text", 0)

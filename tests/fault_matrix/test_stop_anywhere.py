@@ -2,14 +2,13 @@
 
 import os
 import random
-import re
 import signal
 import time
 from pathlib import Path
 
 import gangs
 import pytest
-from run_folder import events, exact_losses, lines, saved
+from run_folder import events, lines, saved
 
 from megajax.faults.beats import BEATS, Beat
 
@@ -120,24 +119,3 @@ def test_at_random_moments_of_saves_and_evaluations(start, tmp_path):
         assert len(stopped) == attempt + 1 and stopped[-1]["step"] == stopped[-1]["saved"] > last
         last = stopped[-1]["step"]
     assert [event["step"] for event in events(run_dir, "start")[1:]] == [event["step"] for event in stopped[:-1]]
-
-
-@pytest.mark.slow
-def test_losses_after_stops_are_those_of_an_uninterrupted_run(start, tmp_path):
-    """Bit for bit, after SIGTERM and after SIGKILL."""
-    settings = ("--steps=80", "--checkpoint.every=8", "--evaluation.batches=0", "--logging.every=1")
-    settings += ("--model.dropout=0.1", "--logging.report=false", "--logging.plot=false", "--logging.sample=false")
-    command, run_dir = (*gangs.TRAIN, "--config=gpt2.py:debug", "--devices=cpu:1", *settings), tmp_path / "run"
-    whole = start(*command, f"--run_dir={tmp_path / 'whole'}", name="whole")
-    assert whole.wait() == 0, whole.text
-    for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
-        first = max(exact_losses(run_dir), default=0)
-        process = start(*command, f"--run_dir={run_dir}", name=number.name)
-        process.until(lambda: max(saved(run_dir), default=0) > first and max(exact_losses(run_dir)) > first + 9)  # noqa: B023
-        process.process.send_signal(number)
-        assert process.wait() == code, process.text
-        assert 8 < max(exact_losses(run_dir)) < 80, "nothing left to resume"
-    last = start(*command, f"--run_dir={run_dir}", name="last")
-    assert last.wait() == 0, last.text
-    assert re.search(r"start +step \d+ of", last.text) and len(exact_losses(run_dir)) == 80
-    assert exact_losses(run_dir) == exact_losses(tmp_path / "whole")

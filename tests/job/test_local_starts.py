@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import run_folder
 import small_jobs
@@ -17,7 +16,6 @@ from local_sets import damage, like, sets, small
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.reader import DamagedStep
 from megajax.faults.activity import Activity
-from megajax.job.job import train
 from megajax.job.saves.local_saves import LocalSaves, intact_step
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.storage import disk
@@ -237,19 +235,3 @@ def test_only_a_complete_state_has_a_step():
     assert intact_step(state, 10.0) == 7
     state.w.delete()
     assert intact_step(state, 10.0) is None
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_resumes_bit_for_bit_from_its_local_checkpoint(tmp_path, capfd):
-    faulty = replace(config(tmp_path).resilience, inject=("nan:step=5:always",))
-    small_model = small_jobs.model(repeats=1)
-    assert train(config(tmp_path, model=small_model, resilience=faulty)) == 17
-    assert [path.name for path in sets(tmp_path)] == ["00000002", "00000004"]
-    broken = small_jobs.losses(tmp_path / "run")
-    assert train(config(tmp_path, model=small_model)) == 0
-    assert "starting from step 4 in local checkpoints" in capfd.readouterr().err
-    undisturbed = small_jobs.run_config(tmp_path / "control", model=small_model)
-    assert train(undisturbed) == 0
-    control = small_jobs.losses(tmp_path / "control")
-    assert small_jobs.losses(tmp_path / "run") == control and broken[:4] == control[:4] and np.isfinite(control).all()
-    assert list((tmp_path / "node").iterdir()) == []  # The shared folder has step 6.

@@ -113,15 +113,15 @@ def test_batches_change_nothing():
         ParallelConfig(data=2, pipeline=2),
         ParallelConfig(data=1, pipeline=2, context=2, tensor=2, sequence=True),
         ParallelConfig(data=2, context=4, context_strategy="ring"),
+        ParallelConfig(data=1, context=2),
     ],
-    ids=["data2-tensor2", "fsdp2-tensor2-sequence", "data2-pipeline2", "pipeline2-context2", "data2-context4"],
+    ids=[
+        *("data2-tensor2", "fsdp2-tensor2-sequence", "data2-pipeline2", "pipeline2-context2", "data2-context4"),
+        "context2",
+    ],
 )
 def test_layouts_agree_with_one_device(parallel):
     close(scorer(parallel, 2).answers(windows()), scorer().answers(windows()))
-
-
-def test_sharded_rows_get_the_scores_of_whole_rows():
-    close(scorer(ParallelConfig(data=1, context=2)).answers(windows()), scorer().answers(windows()))
 
 
 @pytest.mark.parametrize(("context", "rounds", "tensor", "length"), [(3, 1, 1, 72), (4, 1, 3, 96), (8, 4, 1, 128)])
