@@ -63,13 +63,16 @@ def waits_for_rows(beats: Path, *processes: int) -> bool:
     return all(beat is not None and (beat.phase, beat.phase_step) == ("data_wait", 7) for beat in last)
 
 
+def stuck_gang(start, folder: Path, *injected: str) -> tuple[Path, gangs.Started]:
+    """Its run folder, and two processes whose beats are in folder/beats."""
+    settings = (*gangs.TINY, *gangs.LONG, "--logging.every=1", *injected, f"--run_dir={folder / 'run'}")
+    return folder / "run", start(*gangs.launcher(f"--beats={folder / 'beats'}"), *gangs.TRAIN, *settings)
+
+
 @pytest.mark.slow
 def test_rows_that_never_arrive_at_any_process(start, tmp_path):
     """No process has begun step 7: all stop before it, even if only one of them got the signal."""
-    run_dir = tmp_path / "run"
-    settings = (*gangs.TINY, *gangs.LONG, "--logging.every=1", "--resilience.inject=stuck:step=7")
-    launcher = gangs.launcher(f"--beats={tmp_path / 'beats'}")
-    gang = start(*launcher, *gangs.TRAIN, *settings, f"--run_dir={run_dir}")
+    run_dir, gang = stuck_gang(start, tmp_path, "--resilience.inject=stuck:step=7")
     gang.until(lambda: waits_for_rows(tmp_path / "beats/attempt_1", 0, 1))
     os.kill(gang.children()[1], signal.SIGTERM)
     assert gang.wait() == 0, gang.text
@@ -80,11 +83,8 @@ def test_rows_that_never_arrive_at_any_process(start, tmp_path):
 @pytest.mark.slow
 def test_rows_that_never_arrive_at_one_process_of_several(start, tmp_path):
     """The others are in the step: no state is left to save, and after a while the run reports it and ends."""
-    run_dir = tmp_path / "run"
     injected = ("--resilience.inject=stuck:step=7:process=1", "--resilience.stop_grace=8")
-    settings = (*gangs.TINY, *gangs.LONG, "--logging.every=1", *injected)
-    launcher = gangs.launcher(f"--beats={tmp_path / 'beats'}")
-    gang = start(*launcher, *gangs.TRAIN, *settings, f"--run_dir={run_dir}")
+    run_dir, gang = stuck_gang(start, tmp_path, *injected)
     gang.until(lambda: waits_for_rows(tmp_path / "beats/attempt_1", 1) and len(lines(run_dir)) >= 5)
     gang.process.send_signal(signal.SIGTERM)
     assert gang.wait() == 143, gang.text

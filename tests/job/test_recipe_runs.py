@@ -1,4 +1,4 @@
-"""Runs of experts in recipes: stopped, resumed on the same and on another layout; adapters beside a recipe."""
+"""Runs in recipes: stopped, resumed on the same and on another layout; evaluated; adapters beside a recipe."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from megajax.layers.param import Matrix, Normal, param
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
+from megajax.models.decoder.config import PredictionConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.block_recipes import nvfp4
 from megajax.precision.config import (
@@ -38,7 +39,11 @@ from megajax.precision.matmul import RoundedMatmul
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
-AMAX = "stack.blocks.0.mlp.experts.up.amax.max"
+EXPERTS = {"stack.blocks.0.mlp.experts.up.amax.max"}
+DENSE = {"stack.blocks.0.mlp.up.amax.max", "predictions.0.from_state.amax.max"}
+DELAYED = Fp8DelayedConfig(history=3, algorithm="max")
+AHEAD = replace(model(hidden=64, ffn=64, dropout=0.0), prediction=PredictionConfig())
+"""With a head that predicts further ahead, whose products are outside the stack."""
 
 
 def job(recipe: MatmulConfig, folder: Path | str = "unused", **changes: Any) -> RunConfig:
@@ -56,23 +61,50 @@ def state(folder: Path, cfg: RunConfig) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe",
-    [Fp8DelayedConfig(history=2, algorithm="max"), Nvfp4Config(first_layers=0, last_layers=0)],
-    ids=["observed magnitudes", "stochastic rounding"],
+    ("recipe", "changes", "parallel", "observed", "apart"),
+    [
+        (Fp8DelayedConfig(history=2, algorithm="max"), {}, ParallelConfig(data=1, expert=2), EXPERTS, 1e-2),
+        (Nvfp4Config(first_layers=0, last_layers=0), {}, ParallelConfig(data=1, expert=2), set(), 1e-2),
+        (DELAYED, {"model": AHEAD}, ParallelConfig(data=1, pipeline=2), DENSE, 2e-3),
+    ],
+    ids=["observed magnitudes", "stochastic rounding", "a pipeline with further heads"],
 )
-def test_a_resume_is_exact(recipe: MatmulConfig, tmp_path: Path) -> None:
+def test_a_resume_is_exact_and_another_layout_gets_the_same_histories(
+    recipe: MatmulConfig, changes: dict, parallel: ParallelConfig, observed: set[str], apart: float, tmp_path: Path
+) -> None:
     """Other recipes have neither, and a run like any other."""
     whole, halved = tmp_path / "whole", tmp_path / "halved"
-    assert train(job(recipe, whole)) == 0
-    assert train(job(recipe, halved, resilience=ResilienceConfig(exit_after_steps=2))) == 0
-    assert train(job(recipe, halved)) == 0
+    assert train(job(recipe, whole, **changes)) == 0
+    assert train(job(recipe, halved, **changes, resilience=ResilienceConfig(exit_after_steps=2))) == 0
+    assert train(job(recipe, halved, **changes)) == 0
     assert losses(halved) == losses(whole)
-    here, elsewhere = state(whole, job(recipe)), state(whole, job(recipe, parallel=ParallelConfig(data=1, expert=2)))
-    assert (AMAX in here.state.observed) == isinstance(recipe, Fp8DelayedConfig)
+    here, resumed = (state(folder, job(recipe, **changes)) for folder in (whole, halved))
+    jax.tree.map(np.testing.assert_array_equal, here.state, resumed.state)
+    elsewhere = state(whole, job(recipe, **changes, parallel=parallel))
+    assert observed <= here.state.observed.keys() and observed <= elsewhere.state.observed.keys()
+    assert bool(observed) == any("amax" in path for path in here.state.observed)
     for path, values in here.state.observed.items():
         np.testing.assert_array_equal(elsewhere.state.observed[path], values)
+        assert "amax" not in path or (np.asarray(values) > 0).all()
     after = [next(iter(run.steps(1))).loss for run in (here, elsewhere)]
-    assert after[1] == pytest.approx(after[0], abs=1e-2)
+    assert after[1] == pytest.approx(after[0], abs=apart)
+
+
+@pytest.mark.slow
+def test_evaluation_and_the_model_use_the_scales_and_do_not_change_them() -> None:
+    run = setup(job(DELAYED, model=model(hidden=64, ffn=64, dropout=0.0, repeats=1)))
+    for _ in run.steps(1):
+        pass
+    before = jax.device_get(run.state.observed)
+    loss = run.evaluate(run.parts.splits.valid, batches=1)
+    tokens = np.zeros((2, 16), np.int32)
+    logits = np.asarray(run.model(tokens))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(run.state.observed))
+    assert np.isfinite(loss) and np.isfinite(logits).all()
+    tight = {path: np.full_like(history, 1e-3) for path, history in before.items()}
+    run.state = replace(run.state, observed=jax.device_put(tight, run.program.shardings.observed))
+    assert run.evaluate(run.parts.splits.valid, batches=1) != loss
+    assert np.abs(np.asarray(run.model(tokens)) - logits).max() > 0
 
 
 @pytest.mark.slow

@@ -126,17 +126,19 @@ MODELS = {
     ),
 }
 """Every variant in one of the programs: a weight's path names the layer that differs."""
-SEGMENTS = replace(MODELS["families"], stack=SegmentsConfig.of(FAMILIES), width_scaling=None)
+SEGMENTS = {name: replace(cfg, stack=SegmentsConfig.of(cfg.stack.pattern)) for name, cfg in MODELS.items()}
 TENSOR = ParallelConfig(data=1, tensor=2)
 FSDP = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp")
+STAGES = ParallelConfig(data=1, pipeline=2, tensor=2, sequence=True)
 RING = ParallelConfig(data=1, context=2, context_strategy="ring")
-STAGES = {
-    "pipeline and context": ParallelConfig(data=1, pipeline=2, context=2),
-    "pipeline and tensor": ParallelConfig(data=1, pipeline=2, tensor=2, sequence=True),
-}
 CASES = {f"{name}, {layout}": (cfg, parallel) for name, cfg in MODELS.items()
          for layout, parallel in {"tensor": TENSOR, "fsdp and sequence": FSDP}.items()}  # fmt: skip
-CASES |= {f"families, {layout}": (SEGMENTS, parallel) for layout, parallel in {"ring": RING, **STAGES}.items()}
+CASES |= {f"{name}, pipeline and tensor": (cfg, STAGES) for name, cfg in SEGMENTS.items()}
+CASES |= {
+    "families, pipeline and context": (SEGMENTS["families"], ParallelConfig(data=1, pipeline=2, context=2)),
+    "families, ring": (SEGMENTS["families"], RING),
+    "others, tensor and context": (MODELS["others"], ParallelConfig(data=1, tensor=2, context=2)),
+}
 
 
 def test_the_variants_are_legal():

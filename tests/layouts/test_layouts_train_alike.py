@@ -6,16 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, differentiate, gpt, llama, rows, train, with_block
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, differentiate, gpt, llama, rows, train
 
-from megajax.layers.position.config import AlibiConfig, RelativeBiasConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.decoder.config import DecoderConfig
-
-
-def with_relative(relative: RelativeBiasConfig | AlibiConfig | None) -> DecoderConfig:
-    """Four layers with relative biases in place of rotary positions."""
-    return with_block(llama("selective", repeats=4), mixer={"rope": None, "relative": relative})
 
 
 def on(data: int, tensor: int, sharding: str = "zero1", *, sequence: bool = False) -> ParallelConfig:
@@ -87,28 +80,6 @@ PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=2)
 def test_saved_tensors_do_not_change_numbers(changes, parallel):
     model = llama("none", repeats=4)
     assert_same_training(train(replace(model, **changes), parallel, microbatches=4), train(model, ONE, microbatches=4))
-
-
-@pytest.mark.slow  # tests/layers/test_variant_layouts.py has it over tensor.
-def test_a_table_shared_by_all_layers_has_the_gradients_of_all():
-    """The table of T5's biases is used on every stage."""
-    model = with_relative(RelativeBiasConfig(buckets=8, shared=True))
-    actual = train(model, ParallelConfig(pipeline=2, data=1, tensor=2), microbatches=4)
-    assert_same_training(actual, train(model, ONE, microbatches=4))
-    assert actual.state.params["stack.relative.table"].shape == (8, 8)
-    apart = train(with_relative(RelativeBiasConfig(buckets=8)), ONE, microbatches=4, steps=0)
-    assert abs(apart.before / actual.before - 1) > 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel", [ParallelConfig(data=1, tensor=2, context=2), ParallelConfig(pipeline=2, data=1, tensor=2)]
-)
-def test_alibi_has_the_slopes_of_its_heads_and_the_distances_of_whole_rows(parallel):
-    model = with_relative(AlibiConfig())
-    expected = train(model, ONE, microbatches=4)
-    assert_same_training(train(model, parallel, microbatches=4), expected)
-    assert abs(train(with_relative(None), ONE, microbatches=4, steps=0).before / expected.before - 1) > 1e-6
 
 
 def test_evaluation_is_the_training_loss_without_dropout():

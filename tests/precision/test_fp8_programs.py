@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from megajax.compiled.gpus import read_cluster, virtual_devices
-from megajax.compiled.hlo import Contents, Program
+from megajax.compiled.hlo import Collective, Contents, Program
 from megajax.config import load
 from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
@@ -144,6 +144,11 @@ def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:
     return counts
 
 
+def in_layers(plan: TrainPlan, size: int) -> list[Collective]:
+    """Of fewer bytes than that."""
+    return [op for op in plan.contents.collectives if op.bytes < size and len(op.place.path) == 2]
+
+
 HYBRID = Fp8CurrentConfig()
 DELAYED = Fp8DelayedConfig(history=16, algorithm="max")
 FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "DEFAULT"), ("f8e4m3fn", "f8e5m2", "HIGHEST")
@@ -175,11 +180,7 @@ def test_tensor_parallelism_moves_the_bytes_of_16_bits_and_a_few_amax() -> None:
     small, wide = (compiled("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
     check(small, LLAMA)
     assert along_tensor(small.contents) == along_tensor(wide.contents)
-    amax = [
-        collective
-        for collective in small.contents.collectives
-        if collective.bytes < 64 and len(collective.place.path) == 2
-    ]
+    amax = in_layers(small, 64)
     assert {collective.kind for collective in amax} == {"all-reduce"} and len(amax) <= 10
 
 
@@ -204,11 +205,7 @@ def test_amax_goes_over_all_devices_once_a_step() -> None:
     before, now = (compiled("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
     check(before, LLAMA)
     assert along_tensor(before.contents) == along_tensor(now.contents)
-    amax = [
-        collective
-        for collective in before.contents.collectives
-        if collective.bytes < 128 and len(collective.place.path) == 2
-    ]
+    amax = in_layers(before, 128)
     assert [(collective.kind, collective.groups.axes) for collective in amax] == [("all-reduce", ("tensor",))]
     sizes = [
         sum(collective.bytes for collective in actual.contents.collectives if "data" in collective.groups.axes)
