@@ -17,6 +17,15 @@ def steps(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines(folder) if "split" not in line}
 
 
+def timeless_steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step -> the numbers of its line that depend on no clock."""
+    clocks = ("second", "memory", "tflops", "mfu", "phases")
+    return {
+        step: {name: value for name, value in line.items() if not any(clock in name for clock in clocks)}
+        for step, line in steps(folder).items()
+    }
+
+
 def exact_losses(folder: Path) -> dict[int, str]:
     """Step -> all bits of its loss."""
     return {step: line["loss_hex"] for step, line in steps(folder).items()}

@@ -1,6 +1,5 @@
 """Runs of GRPO: they learn, resume where they were killed, and are alike on layouts."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from run_folder import timeless_steps
 
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -65,13 +65,6 @@ def train(folder: Path, run: str, *settings: str, program: tuple[str, ...] = ("-
     ).returncode
 
 
-def numbers(folder: Path) -> dict[int, dict[str, Any]]:
-    """The numbers of each step that depend on no clock."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    clocks = ("second", "memory", "tflops", "mfu")
-    return {line["step"]: {k: v for k, v in line.items() if not any(c in k for c in clocks)} for line in lines}
-
-
 @pytest.mark.slow
 def test_a_killed_run_with_a_rollout_ahead_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Answers of weights that are gone are in the checkpoint; killed within a rollout, and between two.
@@ -84,7 +77,7 @@ def test_a_killed_run_with_a_rollout_ahead_goes_on_as_if_nothing_had_happened(tm
     for step in (6, 6, 9):  # at first within the second rollout's rewards
         assert train(tmp_path, "killed", *words, "steps=12", f"resilience.inject=kill:step={step}") == -9
     assert train(tmp_path, "killed", *words, "steps=12") == 0
-    expected, actual = numbers(tmp_path / "whole"), numbers(tmp_path / "killed")
+    expected, actual = timeless_steps(tmp_path / "whole"), timeless_steps(tmp_path / "killed")
     assert actual == expected and len(expected) == 12
     assert [step for step, line in expected.items() if "reward" in line] == [1, 5, 9]
     # The first two rollouts are of the first weights; the second one is then used by later ones.
@@ -113,7 +106,7 @@ def test_a_run_that_is_killed_while_it_stores_its_reference_starts_again(tmp_pat
     assert train(tmp_path, "killed", *words, program=("-c", DYING)) == -9
     assert (tmp_path / "killed" / "reference_weights.npz").read_bytes() == b"half a file"
     assert train(tmp_path, "killed", *words) == 0
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert timeless_steps(tmp_path / "killed") == timeless_steps(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import gangs
 import numpy as np
 import pytest
 from peer_threads import together
-from run_folder import events, lines, steps
+from run_folder import events, lines, timeless_steps
 
 from megajax.config.errors import UserError
 from megajax.tuning.config import DigitSumsConfig
@@ -80,22 +80,13 @@ def trained(folder: Path) -> Iterator[Any]:
         yield train
 
 
-def numbers(folder: Path) -> dict[int, dict[str, Any]]:
-    """The numbers of each step that depend on no clock."""
-    clocks = ("second", "memory", "tflops", "mfu", "phases")
-    return {
-        step: {name: value for name, value in line.items() if not any(clock in name for clock in clocks)}
-        for step, line in steps(folder).items()
-    }
-
-
 @pytest.mark.slow
 def test_two_processes_have_the_numbers_of_one(tmp_path: Path) -> None:
     """Answers, failed rewards and losses; then killed in a rollout and in an update, all numbers bit for bit."""
     with trained(tmp_path) as train:
         train("one", 1)
         assert "sampled" not in train("two", 2).text
-        one, two = numbers(tmp_path / "one"), numbers(tmp_path / "two")
+        one, two = timeless_steps(tmp_path / "one"), timeless_steps(tmp_path / "two")
         for name in ("reward", "rewards_failed", "answer_tokens", "groups_equal"):
             assert one[1][name] == two[1][name], name
         assert one[1]["rewards_failed"] > 1 and [step for step in two if "reward" in two[step]] == [1, 5]
@@ -107,7 +98,7 @@ def test_two_processes_have_the_numbers_of_one(tmp_path: Path) -> None:
         (tmp_path / "kill").touch()
         inject = "resilience.inject=kill:step=8:process=1:attempt=2"
         train("killed", 2, "checkpoint.every=1", inject)
-        assert numbers(tmp_path / "killed") == two
+        assert timeless_steps(tmp_path / "killed") == two
         assert [event["process"] for event in events(tmp_path / "killed", "restart")] == [1, 1]
 
 
@@ -122,7 +113,7 @@ def test_a_run_whose_first_process_is_killed_has_the_same_numbers(processes: int
         inject = "resilience.inject=kill:step=7:process=0:attempt=2"
         train("killed", processes, *few, inject, main=(sys.executable, "-c", SAMPLING))
         assert not (tmp_path / "kill_sampling").exists()
-        assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+        assert timeless_steps(tmp_path / "killed") == timeless_steps(tmp_path / "whole")
         assert [event["process"] for event in events(tmp_path / "killed", "restart")] == [0, 0]
 
 

@@ -9,7 +9,7 @@ import gangs
 import jax
 import numpy as np
 import pytest
-from run_folder import steps as lines_of
+from run_folder import timeless_steps
 
 from megajax.config import load
 from megajax.training.session import setup
@@ -116,11 +116,7 @@ def test_two_processes_and_runs_that_resume(tmp_path: Path, long_answers: tuple[
             command = (*gangs.TRAIN, "--config=grpo.py:debug", f"--devices=cpu:{2 // processes}", *flags)
             program = start("env", f"--chdir={tmp_path}", *front, *command, name=name)
             assert program.wait(500) == 0, program.text
-            clocks = ("second", "memory", "tflops", "mfu", "phases")
-            return {
-                step: {key: value for key, value in line.items() if not any(clock in key for clock in clocks)}
-                for step, line in lines_of(tmp_path / name).items()
-            }
+            return timeless_steps(tmp_path / name)
 
         two = train("two", 2)
         inject = "resilience.inject=kill:step=3:process=0:attempt=1,kill:step=6:process=1:attempt=2"
