@@ -26,10 +26,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest
+from gangs import start_processes
 from jax.experimental.compilation_cache import compilation_cache
 
 from megajax.compiled.gpus import missing_packages
 
+__all__ = ["start_processes"]
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 # Tracing makes many objects and hardly any cycles: the collector looks at the whole heap less often.

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import pytest
 from gangs import CONFIG, REPOSITORY
 from gpu_stand_in import stand_in
-from jax.experimental.compilation_cache import compilation_cache
 from peer_threads import together
 from run_folder import events
 
@@ -78,20 +77,6 @@ def test_later_starts_find_the_programs_of_the_first(tmp_path):
     assert all(path.with_name(f"{path.name}.sha256").exists() for path in folder.glob("*-cache"))
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A cache folder for this process, reset afterwards."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
-    names += ("jax_compilation_cache_max_size",)
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 def compile_something() -> None:
     jax.clear_caches()
 
@@ -103,7 +88,6 @@ def compile_something() -> None:
 
 
 def test_each_program_is_reported_once(cache, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     use_cache(XlaConfig(compile_cache_dir=str(cache)))
     assert cache_in_use() == cache / machine()
@@ -145,8 +129,7 @@ def test_the_terminal_shows_compilation_and_then_steps():
     assert waits == ["after this step"]
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(cache, monkeypatch, capsys):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+def test_a_cache_that_cannot_be_written_is_no_error(cache, capsys):
     (cache / "file").write_text("")
     use_cache(XlaConfig(compile_cache_dir=str(cache / "file")))
     assert cache_in_use() is None
@@ -165,7 +148,6 @@ def test_a_folder_that_the_user_gives_is_left_to_jax(cache, monkeypatch):
 
 
 def test_jax_evicts_the_least_recently_used_programs(cache, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     limit = 2**14
     use_cache(XlaConfig(compile_cache_dir=str(cache), compile_cache_gib=limit / 2**30))
@@ -202,9 +184,8 @@ def test_files_without_a_matching_checksum_are_deleted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "a-cache.sha256"]
 
 
-def test_results_of_autotuning_are_kept_with_the_programs(cache, monkeypatch):
+def test_results_of_autotuning_are_kept_with_the_programs(cache):
     """On GPUs, XLA writes them below the folder; they are not damaged programs."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     use_cache(XlaConfig(compile_cache_dir=str(cache)))
     folder = cache / machine()
     results = folder / "xla_gpu_per_fusion_autotune_cache_dir"

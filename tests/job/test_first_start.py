@@ -13,7 +13,6 @@ import gangs
 import jax
 import pytest
 from gpu_stand_in import KIND, MEMORY, stand_in
-from jax.experimental.compilation_cache import compilation_cache
 from run_folder import lines, steps
 from small_jobs import model, run_config
 
@@ -67,19 +66,6 @@ def programs(monkeypatch) -> list[dict[str, Any]]:
     return actual
 
 
-@pytest.fixture
-def cached(monkeypatch):
-    """Compiled programs are kept as in a separate process, and dropped afterwards."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
-    before = {name: getattr(jax.config, name) for name in names}
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 def walk(cfg: RunConfig) -> None:
     """A first start, a resumed start, and an evaluation."""
     set_process(cfg.xla)
@@ -92,7 +78,7 @@ def walk(cfg: RunConfig) -> None:
     assert [line["split"] for line in lines(folder) if "split" in line] == ["validation", "validation", "test"]
 
 
-def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, capsys, programs, cached):
+def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, capsys, programs, cache):
     stand_in(monkeypatch)
     monkeypatch.setenv(SET_BY_MEGAJAX, SEVERAL_GPUS.name)
     monkeypatch.setenv(SEVERAL_GPUS.name, SEVERAL_GPUS.value)
@@ -116,7 +102,7 @@ def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_a_job_on_GPUs_in_a_pipeline(tmp_path, monkeypatch, programs, cached):
+def test_a_job_on_GPUs_in_a_pipeline(tmp_path, monkeypatch, programs, cache):
     stand_in(monkeypatch)
     layout = ParallelConfig(data=2, tensor=2, pipeline=2, sequence=True)
     shape = {"heads": 2, "kv_heads": 2, "hidden": 32, "repeats": 4, "dropout": 0.0, "recompute": "full"}
