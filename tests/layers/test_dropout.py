@@ -1,14 +1,12 @@
-"""Dropout is the same on every layout; test_segments.py groups and recomputes layers."""
+"""Masks of dropout; test_layouts_matrix.py has them on layouts, test_segments.py groups layers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from megajax.layers.context import Context, dropout
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 
 ROWS, LENGTH, HIDDEN = 4, 8, 16
@@ -22,16 +20,6 @@ def context(rows: int = ROWS, first: int = 0) -> Context:
 
 def dropped(layout: Layout, ctx: Context, place: int = 1) -> jax.Array:
     return dropout(jnp.ones((len(ctx.positions), LENGTH, HIDDEN)), 0.25, ctx, place, layout)
-
-
-@pytest.mark.slow
-def test_masks_are_the_same_on_every_layout():
-    parallel = ParallelConfig(data=2, tensor=2, sequence=True)
-    single, sharded = (Layout(Plan.of(config)) for config in (ParallelConfig(), parallel))
-    with jax.set_mesh(build_mesh(parallel)):
-        actual = jax.jit(lambda: dropped(sharded, context()))()
-    assert len({str(shard.index) for shard in actual.addressable_shards}) == 4
-    np.testing.assert_array_equal(actual, dropped(single, context()))
 
 
 def test_masks_follow_the_row_and_differ_by_layer_and_position():
