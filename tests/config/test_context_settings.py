@@ -75,11 +75,7 @@ def test_rows_with_equal_chunks(length, sizes) -> None:
         ({"context": 0}, "context", "must be at least 1, got 0"),
         ({"context": 4, "context_rounds": 0}, "context_rounds", "must be at least 1, got 0"),
         ({"context": 4, "context_heads": 0}, "context_heads", "must be at least 1, got 0"),
-        (
-            {"context": 8, "context_heads": 3},
-            "context_heads",
-            "groups of 3 .* parallel.context=8 .* use 2 or 4",
-        ),
+        ({"context": 8, "context_heads": 3}, "context_heads", "groups of 3 .* parallel.context=8 .* use 2 or 4"),
         ({"context": 2, "context_heads": 3}, "context_heads", "use context_strategy=ring or all_to_all"),
     ],
 )

@@ -66,10 +66,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "def config(): return mj.RunConfig(model=..., steps=10_000)",
-            ["RunConfig needs data"],
-        ),
+        ("def config(): return mj.RunConfig(model=..., steps=10_000)", ["RunConfig needs data"]),
         (
             "def config(): return good(model=None, batch=None)",
             ["got None\n      write batch=mj.BatchConfig(...)", "model: "],

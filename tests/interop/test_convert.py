@@ -204,8 +204,7 @@ def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, c
         for path, array in natural.items()
     }
     writer = ArrayWriter(
-        tmp_path / "step/arrays",
-        {f"params.{path}": Entry(array.shape, array.dtype) for path, array in stored.items()},
+        tmp_path / "step/arrays", {f"params.{path}": Entry(array.shape, array.dtype) for path, array in stored.items()}
     )
     for name, box in writer.chunks():
         writer.write(name, box, stored[name.removeprefix("params.")][box])

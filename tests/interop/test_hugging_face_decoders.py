@@ -23,15 +23,7 @@ from megajax.interop.huggingface.registry import families, family_of, lost_setti
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.presets import (
-    deepseek,
-    glm,
-    granite,
-    llama,
-    llama4,
-    qwen,
-    windowed,
-)
+from megajax.models.presets import deepseek, glm, granite, llama, llama4, qwen, windowed
 from megajax.models.presets.hybrids import falcon_h1, lfm2, linear_attention, mamba
 
 type Shapes = dict[str, tuple[int, ...]]
@@ -46,11 +38,7 @@ NORMS: Shapes = {f"{LAYER}.input_layernorm.weight": (D,), f"{LAYER}.post_attenti
 
 def matrices(prefix: str, ffn: int, names: str = "gate_proj up_proj down_proj") -> Shapes:
     gate, up, down = names.split()
-    return {
-        f"{prefix}.{gate}.weight": (ffn, D),
-        f"{prefix}.{up}.weight": (ffn, D),
-        f"{prefix}.{down}.weight": (D, ffn),
-    }
+    return {f"{prefix}.{gate}.weight": (ffn, D), f"{prefix}.{up}.weight": (ffn, D), f"{prefix}.{down}.weight": (D, ffn)}
 
 
 def biases(prefix: str, **sizes: int) -> Shapes:
@@ -285,11 +273,7 @@ def test_our_sizes_have_a_config(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "model", "tensors"),
-    [
-        ("llama", llama.llama3("8b"), 291),
-        ("qwen2", qwen.qwen2("7b"), 339),
-        ("mixtral", llama.mixtral("8x7b"), 995),
-    ],
+    [("llama", llama.llama3("8b"), 291), ("qwen2", qwen.qwen2("7b"), 339), ("mixtral", llama.mixtral("8x7b"), 995)],
 )
 def test_released_sizes_have_as_many_tensors_as_their_indices_list(kind: str, model: Any, tensors: int) -> None:
     assert len(resolved(families()[kind].rows(model), declared_by(model))) == tensors
@@ -360,10 +344,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     "rope": (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2, "depth": 1}, "partial_rotary_factor": 0.5},
-        [
-            "rope_scaling.depth=1: this setting",
-            "partial_rotary_factor=0.5: this family rotates whole heads",
-        ],
+        ["rope_scaling.depth=1: this setting", "partial_rotary_factor=0.5: this family rotates whole heads"],
     ),
     "latent": (
         "deepseek_v3",

@@ -256,11 +256,7 @@ def scores_of(engine: Engine, names: tuple[str | None, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({}, id="one device"),
-        pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow),
-    ],
+    "sizes", [pytest.param({}, id="one device"), pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow)]
 )
 def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: dict[str, int]) -> None:
     """The answers are those of the engine whose weights have the adapter merged."""
@@ -321,11 +317,7 @@ def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({}, id="one device"),
-        pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow),
-    ],
+    "sizes", [pytest.param({}, id="one device"), pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow)]
 )
 def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
     """Of a run and of a folder of Hugging Face; adapters stay, and add to the other weights."""

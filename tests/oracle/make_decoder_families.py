@@ -74,11 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"tie_word_embeddings": True},
         {},
     ),
-    "phi3": (
-        "Phi3ForCausalLM",
-        {"original_max_position_embeddings": 12, "rope_parameters": LONGROPE},
-        {},
-    ),
+    "phi3": ("Phi3ForCausalLM", {"original_max_position_embeddings": 12, "rope_parameters": LONGROPE}, {}),
     "cohere2": ("Cohere2ForCausalLM", WINDOWS | {"logit_scale": 0.5}, {"layer_types": None}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
@@ -368,11 +364,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "apertus": ("ApertusForCausalLM", TWO | {"head_dim": 8, "hidden_act": "xielu"}, {}),
-    "ministral3": (
-        "Ministral3ForCausalLM",
-        TWO | {"head_dim": 12, "rope_parameters": TEMPERED},
-        {},
-    ),
+    "ministral3": ("Ministral3ForCausalLM", TWO | {"head_dim": 12, "rope_parameters": TEMPERED}, {}),
     "sarvam_mla": ("DeepseekV3ForCausalLM", TWO | ROUTED | LATENT | {"n_group": 1, "first_k_dense_replace": 1}, {}),
     "youtu": ("YoutuForCausalLM", TWO | LATENT | {"pad_token_id": None}, {}),
 }

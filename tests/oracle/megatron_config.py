@@ -315,12 +315,7 @@ def schedule_config(settings: Mapping[str, Any]) -> ScheduleConfig:
         **annealing,
     )
     given.finish(
-        {
-            "wsd_decay_steps",
-            "lr_wsd_decay_style",
-            "use_checkpoint_opt_param_scheduler",
-            "override_opt_param_scheduler",
-        }
+        {"wsd_decay_steps", "lr_wsd_decay_style", "use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"}
     )
     return config
 

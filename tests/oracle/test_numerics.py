@@ -62,13 +62,7 @@ def check_gradients(
         # A sum of values of both signs is bounded by its terms.
         compare.check("gradient sum", ours[1][row, 1], total, GRADIENTS, name=name, scale=norm)
         compare.check("gradient maximum", ours[1][row, 2], largest, GRADIENTS, name=name)
-    compare.check(
-        "gradient norm",
-        np.sqrt(np.sum(ours[1][:, 0] ** 2)),
-        every,
-        GRADIENTS,
-        name="of all",
-    )
+    compare.check("gradient norm", np.sqrt(np.sum(ours[1][:, 0] ** 2)), every, GRADIENTS, name="of all")
 
 
 def check_forward(compare: Comparison, stored: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> None:

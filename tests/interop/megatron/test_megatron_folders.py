@@ -133,10 +133,7 @@ def test_ranks_of_experts(experts: str, tmp_path: Path) -> None:
     demand_equal(open_model(tmp_path), weights)
 
 
-@pytest.mark.parametrize(
-    ("name", "stacked"),
-    [("mixtral", True), ("llama", False), ("bert", False), ("t5", True)],
-)
+@pytest.mark.parametrize(("name", "stacked"), [("mixtral", True), ("llama", False), ("bert", False), ("t5", True)])
 def test_shards(name: str, stacked: bool, tmp_path: Path) -> None:
     args = MODELS[name][0]
     weights = random_tensors(name)

@@ -112,12 +112,7 @@ def test_frozen_parts() -> None:
     rope = f"{VLM} --position-embedding-type rope"
     assert config(rope).optimizer.trainable == ("*",)
     assert config(f"{rope} --freeze-ViT").optimizer.trainable == ("projector.*", *LANGUAGE)
-    assert config(f"{VLM} --freeze-ViT").optimizer.trainable == (
-        "projector.*",
-        "tokens",
-        "positions",
-        *LANGUAGE[1:],
-    )
+    assert config(f"{VLM} --freeze-ViT").optimizer.trainable == ("projector.*", "tokens", "positions", *LANGUAGE[1:])
     optimizer = config(f"{rope} --freeze-LM --embedding-init-method-std 1.0").optimizer
     assert (optimizer.trainable, optimizer.groups) == (("projector.*", "vision.*"), ())
 
