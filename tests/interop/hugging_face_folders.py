@@ -2,43 +2,31 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from megajax.checkpoint.boxes import Box
-from megajax.checkpoint.weights.foreign import Entry
+from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by
+from megajax.interop.huggingface.folder import model_of
+from megajax.interop.huggingface.format import family_for
+from megajax.interop.peft.folder import TENSORS, adapter_files
+from megajax.interop.peft.settings import CONFIG
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import ParamSpec
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 40,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 7,
-    "torch_dtype": "float16",
-}
-
-
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 40,
+    "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "eos_token_id": 7, "torch_dtype": "float16",
+}  # fmt: skip
 MIXTRAL = LLAMA | {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-}
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
+    "num_experts_per_tok": 2, "num_hidden_layers": 2,
+}  # fmt: skip
 
 
 def mixtral_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -106,6 +94,16 @@ class Arrays:
         return self.arrays[name]
 
 
+def read_weight(source: WeightSource, path: str) -> np.ndarray:
+    """A whole weight."""
+    return source.read(path, tuple(slice(0, size) for size in source.shapes()[path]))
+
+
+def read_all(source: WeightSource) -> dict[str, np.ndarray]:
+    """Every weight by path."""
+    return {path: read_weight(source, path) for path in source.shapes()}
+
+
 @dataclass(frozen=True)
 class ArraySource:
     """Weights in memory."""
@@ -126,3 +124,14 @@ def random_weights(declared: Mapping[str, ParamSpec], scale: float = 1.0) -> Arr
     return ArraySource(
         {path: (scale * draw.normal(size=spec.shape)).astype(np.float32) for path, spec in declared.items()}
     )
+
+
+def write_adapter(folder: Path, base: Path, lora: LoRAConfig) -> None:
+    """Writes an adapter of PEFT with random weights for the model of a folder."""
+    model = model_of(base)
+    adapted = replace(model, lora=lora)
+    weights = random_weights({path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path})
+    config, tensors = adapter_files(adapted, family_for(model), weights, str(base))
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / TENSORS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hugging_face_folders import ArraySource, write_llama
+from hugging_face_folders import ArraySource, read_all, read_weight, write_llama
 from hugging_face_folders import random_weights as drawn
 from safetensors.numpy import load_file, save_file
 
@@ -62,10 +62,6 @@ def base(kind: str) -> ForeignModel:
 
 def random_weights(model: Any) -> ArraySource:
     return drawn(declared_by(model))
-
-
-def read_weight(source: Any, path: str) -> np.ndarray:
-    return source.read(path, tuple(slice(0, size) for size in source.shapes()[path]))
 
 
 def theirs(kind: str, source: Any, paths: set[str]) -> dict[str, np.ndarray]:
@@ -379,17 +375,15 @@ with new_folder(Path({str(tmp_path / "new")!r})) as folder:
 
 
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not an adapter folder of PEFT: adapter_config\.json can't be read"):
-        adapter_of(tmp_path, "llama")
-    (tmp_path / CONFIG).write_text("[1]")
-    with pytest.raises(UserError, match="not a JSON file of settings"):
-        adapter_of(tmp_path, "llama")
-    (tmp_path / CONFIG).write_text('{"peft_type": "LORA", "r": 2}')
-    with pytest.raises(UserError, match=r"holds no adapter_model\.safetensors"):
-        adapter_of(tmp_path, "llama")
-    (tmp_path / TENSORS).write_bytes(b"\x40\0\0\0\0\0\0\0{")
-    with pytest.raises(UserError, match="was cut off"):
-        adapter_of(tmp_path, "llama")
+    for name, content, message in (
+        ("other", b"", r"not an adapter folder of PEFT: adapter_config\.json can't be read"),
+        (CONFIG, b"[1]", "not a JSON file of settings"),
+        (CONFIG, b'{"peft_type": "LORA", "r": 2}', r"holds no adapter_model\.safetensors"),
+        (TENSORS, b"\x40\0\0\0\0\0\0\0{", "was cut off"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            adapter_of(tmp_path, "llama")
 
 
 def test_matrices_that_are_not_linear_layers_in_peft_cannot_be_written() -> None:
@@ -454,7 +448,7 @@ def test_an_adapter_names_its_base_model_and_its_task(tmp_path: Path, capsys: py
     plain = conversion.open_source(str(run))
     model = replace(plain.model, lora=replace(LORA, targets=("*.mixer.query",)))
     adapters = random_weights(model).weights
-    arrays = {path: read_weight(plain.weights, path) for path in plain.weights.shapes()}
+    arrays = read_all(plain.weights)
     arrays |= {path: values for path, values in adapters.items() if path not in arrays}
     trained = {path: values + 0.01 * path.endswith("mlp.up") for path, values in arrays.items()}
     unknown = replace(plain, origin=Provenance())

@@ -2,13 +2,13 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gangs import CONFIG, TRAIN, Started, started
+from gangs import CONFIG, TRAIN, Started
 from test_several_processes import Gang, ask
 
 pytestmark = pytest.mark.slow
@@ -16,12 +16,6 @@ ONE = "--devices=cpu:1"
 SMALL = (f"--config={CONFIG}", ONE, "--model.dropout=0", "--steps=3", "--evaluation.at_end=false")
 ENGINE = ("--port=0", "--inference.rows=2", "--inference.chunk=8", "--inference.warm_up=false")
 GREEDY = {"prompt": [[1, 2, 3], [9, 8, 7, 6, 5]], "max_tokens": 8, "temperature": 0, "logprobs": 0}
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    with started(tmp_path) as start:
-        yield start
 
 
 def run(start: Callable[..., Started], *command: object) -> Started:

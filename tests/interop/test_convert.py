@@ -40,11 +40,7 @@ from megajax.pipeline.partition import Partition
 from megajax.storage import disk
 from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig
 
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks for each array."""
-    monkeypatch.setattr(boxes, "CHUNK_BYTES", 1600)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @pytest.fixture(scope="module")
@@ -383,13 +379,8 @@ def test_folders_that_do_not_fit_write_nothing(folder, tmp_path, changes, messag
 
 def test_transposed_copies_are_copies() -> None:
     draw = np.random.default_rng(0)
-    for shape, axes in [
-        ((300, 200), (1, 0)),
-        ((3, 140, 150), (2, 0, 1)),
-        ((40, 5, 130), (2, 1, 0)),
-        ((7,), (0,)),
-        ((), ()),
-    ]:
+    cases = {(300, 200): (1, 0), (3, 140, 150): (2, 0, 1), (40, 5, 130): (2, 1, 0), (7,): (0,), (): ()}
+    for shape, axes in cases.items():
         source = draw.normal(size=shape).astype(np.float32).transpose(axes)
         np.testing.assert_array_equal(contiguous(source), source)
         assert contiguous(source).flags.c_contiguous

@@ -1,40 +1,26 @@
 """Models loaded for text generation: from folders and runs, with adapters, on several layouts."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face_folders import write_llama
-from safetensors.numpy import save_file
-from waiting import wait_until
+from hugging_face_folders import write_adapter, write_llama
 
-from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import ConfigError, UserError
 from megajax.convert import main as convert
-from megajax.data.chat.config import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
 from megajax.inference.engine import Engine
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling_settings import Sampling
-from megajax.interop.huggingface.folder import model_of
-from megajax.interop.huggingface.format import family_for
 from megajax.interop.loading import Loaded, adapter_reader, load, start_engine, weight_reader
 from megajax.interop.origin import Origin, folder_sampling, folder_stop_tokens, generation_config, origin_of
-from megajax.interop.peft.folder import TENSORS, adapter_files
-from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.low_rank import LORA_A
 from megajax.layers.param import bind, matrices_of
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.serve import main as serve
@@ -47,25 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base: a Hugging Face folder; run: the same as a run; adapter: of PEFT; lora, merged: runs with it."""
     folder = tmp_path_factory.mktemp("models")
     write_llama(folder / "base", dtype=np.float32)
-    model = model_of(folder / "base")
-    adapted, draw = replace(model, lora=LORA), np.random.default_rng(1)
-
-    class Drawn:
-        where = "drawn"
-
-        def read(self, path: str, box: Any) -> np.ndarray:
-            return weights[path][box]
-
-        def shapes(self) -> dict[str, tuple[int, ...]]:
-            return {path: value.shape for path, value in weights.items()}
-
-    specs = {path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path}
-    weights = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in specs.items()}
-    config, tensors = adapter_files(adapted, family_for(model), Drawn(), str(folder / "base"))  # ty: ignore
-    (folder / "adapter").mkdir()
-    (folder / "adapter" / CONFIG).write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter" / TENSORS)
-    assert any(path.endswith(LORA_A) for path in weights)
+    write_adapter(folder / "adapter", folder / "base", LORA)
     hf, peft = f"hf:{folder / 'base'}", f"peft:{folder / 'adapter'}"
     assert convert([f"--from={hf}", f"--to={folder / 'run'}"]) == 0
     assert convert([f"--from={peft}", f"--base={hf}", f"--to={folder / 'lora'}"]) == 0
@@ -172,10 +140,7 @@ def test_chat_settings_of_a_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat/generation_config.json").write_text('{"top_p": 2}')
     with pytest.raises(UserError, match=r"generation_config\.json: top_p must be .* got 2.*server\.generation_config"):
         folder_sampling(tmp_path / "chat")
-    config_text = (folder / "run/config.yaml").read_text()
-    assert "template" not in config_text
-    chat = ChatConfig(paths=("a",), template="chatml")
-    assert chat.template == "chatml"
+    assert "template" not in (folder / "run/config.yaml").read_text()
 
 
 def test_a_server_takes_the_sampling_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +220,19 @@ def scores_of(engine: Engine, names: tuple[str | None, ...]) -> list[Any]:
     return [(output.tokens, [score.logprob for score in output.scores]) for output in outputs.values()]
 
 
-@pytest.mark.parametrize(
+def assert_same_scores(found: list[Any], expected: list[Any]) -> None:
+    """The same tokens, with equal log-probabilities."""
+    for (tokens, scores), (other_tokens, other_scores) in zip(found, expected, strict=True):
+        assert tokens == other_tokens
+        np.testing.assert_allclose(scores, other_scores, rtol=0, atol=1e-5)
+
+
+on_layouts = pytest.mark.parametrize(
     "sizes", [pytest.param({}, id="one device"), pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow)]
 )
+
+
+@on_layouts
 def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: dict[str, int]) -> None:
     """The answers are those of the engine whose weights have the adapter merged."""
     origin = Origin(hf=folder / "base")
@@ -269,9 +244,7 @@ def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: d
         logprobs(loaded(of, **sizes, **few), of, {}, (None,)) for of in (origin, Origin(run=folder / "merged"))
     )
     assert base[0] != merged[0]
-    for (tokens, scores), expected in zip(found, (merged, base, merged), strict=True):
-        assert tokens == expected[0]
-        np.testing.assert_allclose(scores, expected[1], rtol=0, atol=1e-5)
+    assert_same_scores(found, [merged, base, merged])
 
 
 @pytest.mark.slow
@@ -287,9 +260,7 @@ def test_adapters_of_single_requests_on_quantized_weights(folder: Path) -> None:
     for path, matrix in bound.items():
         whole.model.weights[path] = jax.device_put(matrix[...], whole.model.weights[path].sharding)
     found, expected = (logprobs(one, origin, paths, ("peft", None)) for one in (model, whole))
-    for (tokens, scores), (other_tokens, other_scores) in zip(found, expected, strict=True):
-        assert tokens == other_tokens
-        np.testing.assert_allclose(scores, other_scores, rtol=0, atol=1e-5)
+    assert_same_scores(found, expected)
     assert found[0][0] != found[1][0]
 
 
@@ -316,9 +287,7 @@ def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pyte
         adapter_reader(model, origin)(folder / "run")
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param({}, id="one device"), pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow)]
-)
+@on_layouts
 def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
     """Of a run and of a folder of Hugging Face; adapters stay, and add to the other weights."""
     base, merged = Origin(hf=folder / "base"), Origin(run=folder / "merged")
@@ -330,9 +299,8 @@ def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dic
     engine.refit(read(folder / "merged"))
     second, wanted = scores_of(engine, names), loaded(merged, **sizes, **slots)
     expected = logprobs(wanted, base, {"peft": folder / "adapter"}, names)
-    assert [tokens for tokens, _ in second] == [tokens for tokens, _ in expected] != [tokens for tokens, _ in first]
-    for (_, scores), (_, others) in zip(second, expected, strict=True):
-        np.testing.assert_allclose(scores, others, rtol=0, atol=1e-5)
+    assert_same_scores(second, expected)
+    assert [tokens for tokens, _ in second] != [tokens for tokens, _ in first]
     engine.sleep(level=2)
     engine.refit(read(folder / "base"))
     engine.wake()
@@ -346,45 +314,3 @@ def test_the_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) 
         read(tmp_path / "wider")
     with pytest.raises(UserError, match="nowhere"):
         read(tmp_path / "nowhere")
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/health", verify=False).status_code == 200
-    except httpx2.ConnectError:
-        return False
-
-
-@pytest.mark.slow
-def test_a_folder_is_served_with_adapters(folder: Path) -> None:
-    """`python -m megajax.serve --adapters=...` answers as the model with the adapter merged, also after a load."""
-    settings = ["--inference.rows=2", "--inference.warm_up=false", "--inference.compute=float32", "--port=0"]
-    slots = ["--inference.adapters=2", "--inference.adapter_rank=2", "--server.load_adapters=true"]
-    models = [[f"--run={folder / 'merged'}"], [f"--hf={folder / 'base'}", f"--adapters=a={folder / 'adapter'}", *slots]]
-    scores = {}
-    for model in models:
-        command = [sys.executable, "-m", "megajax.serve", "--devices=cpu:1", *model, *settings]
-        server, banner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), dict[str, str]()
-        try:
-            assert server.stdout
-            while "sampling" not in banner:
-                name, _, value = server.stdout.readline().strip().partition(" ")
-                banner[name] = value.strip()
-            ask = partial(httpx2.post, verify=False, timeout=120)
-            url, names = banner["address"], [None]
-            assert wait_until(lambda url=url: answers(url))
-            if slots[0] in model:
-                assert banner["adapters"] == "a; 2 slots of rank 2"
-                body = {"lora_name": "b", "lora_path": str(folder / "lora")}
-                assert ask(f"{url}/v1/load_lora_adapter", json=body).json()["parent"] == "base"
-                names = [None, "a", "b"]
-            for name in names:
-                body = {"model": name, "prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0, "logprobs": 0}
-                (answer,) = ask(f"{url}/v1/completions", json=body).json()["choices"]
-                scores[model[0], name] = answer["logprobs"]["token_logprobs"]
-        finally:
-            server.kill()
-            server.communicate()
-    merged, base, peft, run = scores.values()
-    np.testing.assert_allclose([peft, run], [merged, merged], rtol=0, atol=1e-5)
-    assert not np.allclose(base, merged, atol=1e-2)

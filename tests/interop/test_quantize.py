@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hugging_face_folders import ArraySource, read_all, read_weight
 from tiny_runs import llama
 
 from megajax import convert
-from megajax.checkpoint import boxes
 from megajax.checkpoint.arrays import read
-from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.calibration import LayerByLayer, calibrate, compare, text_rows
 from megajax.checkpoint.weights.foreign import declared_by, one_device
 from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
@@ -34,44 +33,27 @@ from megajax.layers.quantization.config import QuantizationConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.decoder.config import DecoderConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.command import prepare
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.scoring import Scorer, Window, row
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
 MODEL = replace(llama(), vocabulary_size=257, vocabulary_multiple=1)
 MATRICES = 2 * 32 * (8 * 4 * 2 + 4 * 4 * 2 + 3 * 48)
 OTHERS = 2 * 257 * 32 + 5 * 32
 SCALES = 2 * (8 * 4 + 2 * 4 * 4 + 32 + 2 * 48 + 32)
 
 
-class Drawn:
+def drawn() -> dict[str, np.ndarray]:
     """Weights whose inputs differ much in size from channel to channel, as those of trained models do."""
-
-    where = "drawn"
-
-    def __init__(self, model: DecoderConfig):
-        rng = np.random.default_rng(3)
-        self.values = {path: self._value(rng, path, spec.shape) for path, spec in declared_by(model).items()}
-
-    def _value(self, rng: np.random.Generator, path: str, shape: tuple[int, ...]) -> np.ndarray:
-        if path.endswith("gain"):
-            return np.exp(rng.normal(0, 1.5, shape)).astype(np.float32)
-        return rng.normal(0, 0.2, shape).astype(np.float32)
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {path: value.shape for path, value in self.values.items()}
-
-    def read(self, path: str, box: Box) -> np.ndarray:
-        return self.values[path][box]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks for each array."""
-    monkeypatch.setattr(boxes, "CHUNK_BYTES", 1600)
+    rng, weights = np.random.default_rng(3), {}
+    for path, spec in declared_by(MODEL).items():
+        is_gain = path.endswith("gain")
+        values = np.exp(rng.normal(0, 1.5, spec.shape)) if is_gain else rng.normal(0, 0.2, spec.shape)
+        weights[path] = values.astype(np.float32)
+    return weights
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +63,28 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cfg = replace(weights_config(MODEL, ByteTokenizerConfig(), run), precision=PrecisionConfig(compute="float32"))
     (run / "config.yaml").write_text(to_yaml(cfg))
     meta = {"facts": model_facts(cfg), "config": to_yaml(cfg), "rows": [[0, 2]], "seed": 0}
-    declared = declared_by(MODEL)
-    write_step(run / "checkpoints", declared, Drawn(MODEL), meta, dtype=np.dtype(np.float32))
+    write_step(run / "checkpoints", declared_by(MODEL), ArraySource(drawn()), meta, dtype=np.dtype(np.float32))
     (run / "text.txt").write_text("To be, or not to be, that is the question. " * 20)
     return run
 
 
 def stored(run: Path) -> dict[str, np.ndarray]:
-    weights = open_step(run).weights()
-    return {path: weights.read(path, tuple(map(slice, shape))) for path, shape in weights.shapes().items()}
+    return read_all(open_step(run).weights())
+
+
+def rows_of(count: int, length: int = 16) -> np.ndarray:
+    """Random tokens of some rows."""
+    return np.random.default_rng(0).integers(0, 256, (count, length)).astype(np.int32)
 
 
 def dequantized(model: Any, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The float weights of a run, by the reference: numbers times scales, spread over their inputs."""
     result = {path: np.asarray(value) for path, value in values.items()}
     for path, quantized in quantized_matrices(model).items():
-        leaves = {end: jnp.asarray(result.pop(path + end)) for end in quantized.declared(*_like(path))}
+        spec = declared_by(MODEL)[path]
+        leaves = {end: jnp.asarray(result.pop(path + end)) for end in quantized.declared(spec.shape, spec.axes)}
         result[path] = np.asarray(quantized.whole(leaves))
     return result
-
-
-def _like(path: str) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-    spec = declared_by(MODEL)[path]
-    return spec.shape, spec.axes
 
 
 @pytest.mark.parametrize(
@@ -126,8 +107,8 @@ def test_a_quantized_run(
     model = open_step(run).config.model
     assert model.quantization.weights == words[0].partition("=")[2]
     assert model == replace(MODEL, quantization=model.quantization)
-    original, quantized = Drawn(MODEL).values, dequantized(model, values)
-    for path, value in original.items():
+    quantized = dequantized(model, values)
+    for path, value in drawn().items():
         assert np.abs(quantized[path].astype(np.float32) - value).max() <= np.abs(value).max() * max(error, 2.0**-9), (
             path
         )
@@ -136,16 +117,16 @@ def test_a_quantized_run(
 
 @pytest.mark.slow
 def test_factors_minimise_the_error_of_outputs(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (6, 16)).astype(np.int32)
+    weights, tokens = open_step(source).weights(), rows_of(6)
     quantized_model = replace(MODEL, quantization=QuantizationConfig(weights="int4", group=16, balanced=True))
     matrices = quantized_matrices(quantized_model)
     calibration = calibrate(MODEL, weights, matrices, tokens, rows=2)
     assert set(calibration.matrices) == set(matrices)
     for path, (plain, calibrated) in calibration.errors.items():
         assert calibrated <= plain, path
-        factor = calibration.matrices[path].factor
+        factor, shape = calibration.matrices[path].factor, declared_by(MODEL)[path].shape
         assert factor is not None
-        assert factor.shape == inputs_of(path)
+        assert factor.shape == (shape[:3] if path.endswith("mixer.output") else shape[:2]), "that of the inputs"
     gained = [calibrated / plain for plain, calibrated in calibration.errors.values()]
     assert np.mean(gained) < 0.9
     quantized = [
@@ -159,13 +140,8 @@ def test_factors_minimise_the_error_of_outputs(source: Path) -> None:
     assert with_it.loss_before == without.loss_before
 
 
-def inputs_of(path: str) -> tuple[int, ...]:
-    shape = declared_by(MODEL)[path].shape
-    return shape[:3] if path.endswith("mixer.output") else shape[:2]
-
-
 def test_static_scales_cover_the_text(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (4, 16)).astype(np.int32)
+    weights, tokens = open_step(source).weights(), rows_of(4)
     quantization = QuantizationConfig(weights="fp8", activations="fp8", static=True)
     calibration = calibrate(
         MODEL, weights, quantized_matrices(replace(MODEL, quantization=quantization)), tokens, rows=2
@@ -187,19 +163,18 @@ def test_static_scales_cover_the_text(source: Path) -> None:
 
 
 def test_layers_one_by_one_give_the_logits_of_the_model(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (3, 16)).astype(np.int32)
+    weights, tokens = open_step(source).weights(), rows_of(3)
     runner = LayerByLayer(MODEL, weights)
     parts = [np.asarray(runner.logits(x)) for x in runner.states(tokens, rows=2)]
-    values = {path: jnp.asarray(value) for path, value in Drawn(MODEL).values.items()}
-    expected = jax.jit(lambda values: bind(one_device(MODEL)(), values)(tokens))(values)
+    expected = jax.jit(lambda values: bind(one_device(MODEL)(), values)(tokens))(drawn())
     np.testing.assert_allclose(np.concatenate(parts), expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_differences_by_numpy(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (3, 8)).astype(np.int32)
-    changed = Drawn(MODEL)
-    changed.values["head"] = changed.values["head"] * np.float32(1.1)
-    models = LayerByLayer(MODEL, weights), LayerByLayer(MODEL, changed)
+    weights, tokens = open_step(source).weights(), rows_of(3, length=8)
+    changed = drawn()
+    changed["head"] *= np.float32(1.1)
+    models = LayerByLayer(MODEL, weights), LayerByLayer(MODEL, ArraySource(changed))
     actual = compare(*models, tokens, rows=2)
     (a, b) = (np.concatenate([np.asarray(m.logits(x), np.float64) for x in m.states(tokens, rows=3)]) for m in models)
     a, b, labels = a[:, :-1], b[:, :-1], tokens[:, 1:, None]
@@ -234,21 +209,16 @@ def test_rows_of_a_text() -> None:
         (["--quantize=int8", "--compare=none.txt"], "--compare: none.txt does not exist"),
         (["--quantize=int8", "--exclude=*.mixer.querry"], "model.quantization.exclude"),
         (["--quantize=int4", "--group=20"], "32 inputs are not a multiple of the group, 20"),
+        (["--quantize=int8", "--compare=SHORT"], "a text of 1 tokens is too short"),
     ],
 )
 def test_wrong_command_lines_write_nothing(arguments: list[str], message: str, source: Path, tmp_path: Path) -> None:
+    (short := tmp_path / "short.txt").write_text("a")
+    arguments = [argument.replace("SHORT", str(short)) for argument in arguments]
     with pytest.raises((ConfigError, UserError)) as raised:
         convert.main([f"--from={source}", f"--to={tmp_path / 'new'}", *arguments])
     assert message in str(raised.value)
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_text_that_cannot_be_compared_writes_nothing(source: Path, tmp_path: Path) -> None:
-    text, run = tmp_path / "short.txt", tmp_path / "quantized"
-    text.write_text("a")
-    with pytest.raises(UserError, match="a text of 1 tokens is too short"):
-        convert.main([f"--from={source}", f"--to={run}", "--quantize=int8", f"--compare={text}"])
-    assert not run.exists()
+    assert [*tmp_path.iterdir()] == [short]
 
 
 def test_unsupported_uses_of_quantized_weights(source: Path, tmp_path: Path) -> None:
@@ -276,8 +246,7 @@ def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Pat
     assert convert.main([f"--from={source}", f"--to={run}", "--quantize=int4", "--group=16"]) == 0
     loaded = quantized_weights(origin, model)
     for path, value in stored(run).items():
-        box = tuple(slice(0, size) for size in value.shape)
-        np.testing.assert_array_equal(loaded.read(path, box), value)
+        np.testing.assert_array_equal(read_weight(loaded, path), value)
     reloaded = quantized_weights(Origin(run=run), model)
     assert reloaded.shapes() == loaded.shapes()
     static = replace(MODEL, quantization=QuantizationConfig(weights="fp8", activations="fp8", static=True))
@@ -304,8 +273,8 @@ def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: 
     step, tokens = open_step(run), np.arange(40, 56, dtype=np.int32)
     runner = LayerByLayer(step.config.model, step.weights())
     right = np.asarray(runner.logits(runner.states(tokens[None], rows=1)[0]))
-    parallel = ParallelConfig(data=1)
-    cfg = replace(step.config, parallel=parallel, precision=PrecisionConfig(compute="float32"))
+    parallel, float32 = ParallelConfig(data=1), PrecisionConfig(compute="float32")
+    cfg = replace(step.config, parallel=parallel, precision=float32)
     evaluated = EvaluatedConfig(**{field.name: getattr(cfg, field.name) for field in fields(cfg)})
     program, tokenizer = prepare(evaluated, 1)
     with jax.set_mesh(program.mesh):
@@ -314,13 +283,11 @@ def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: 
     expected = jax.nn.log_softmax(right[0, :-1])[np.arange(15), tokens[1:]]
     np.testing.assert_allclose(log_p[0, :15], expected, atol=1e-4)
     mesh = build_mesh(parallel, jax.devices()[:1])
-    loaded = load_weights(
-        step.config.model, step.weights(), Plan.of(parallel), mesh, PrecisionConfig(compute="float32"), {}
+    loaded, narrow = (
+        load_weights(step.config.model, step.weights(), Plan.of(parallel), mesh, precision, {})
+        for precision in (float32, PrecisionConfig(compute="bfloat16"))
     )
     with jax.set_mesh(mesh):
         logits = jax.jit(lambda values: bind(loaded.model, values)(tokens[None]))(loaded.weights)
     np.testing.assert_allclose(logits, right, atol=1e-5 * np.abs(right).max())
-    narrow = load_weights(
-        step.config.model, step.weights(), Plan.of(parallel), mesh, PrecisionConfig(compute="bfloat16"), {}
-    ).weights
-    assert {str(value.dtype) for path, value in narrow.items() if ".query" in path} == {"uint8", "float32"}
+    assert {str(value.dtype) for path, value in narrow.weights.items() if ".query" in path} == {"uint8", "float32"}

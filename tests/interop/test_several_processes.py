@@ -6,27 +6,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
-from gangs import Started, free_port, started
-from hugging_face_folders import MIXTRAL, mixtral_shapes, random_weights, write
+from gangs import Started, free_port
+from hugging_face_folders import MIXTRAL, mixtral_shapes, write, write_adapter
 from PIL import Image
-from safetensors.numpy import save_file
 from test_hugging_face_decoders import LATENT_SIZES, TINY
 from test_huggingface_encoders import BERT, LLAVA, T5, described
 from waiting import wait_until
 
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.interop.huggingface.folder import model_of
-from megajax.interop.huggingface.format import family_for
-from megajax.interop.peft.folder import TENSORS, adapter_files
-from megajax.interop.peft.settings import CONFIG
 from megajax.layers.lora.config import LoRAConfig
 from megajax.mesh.processes.world import COORDINATOR, COUNT, INDEX
 
@@ -40,13 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base: a mixture of experts; adapter: for its attention."""
     folder = tmp_path_factory.mktemp("models")
     write(folder / "base", MIXTRAL, mixtral_shapes(MIXTRAL), np.float32)
-    model = model_of(folder / "base")
-    adapted = replace(model, lora=LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mixer.key")))
-    weights = random_weights({path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path})
-    config, tensors = adapter_files(adapted, family_for(model), weights, str(folder / "base"))
-    (folder / "adapter").mkdir()
-    (folder / "adapter" / CONFIG).write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter" / TENSORS)
+    lora = LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mixer.key"))
+    write_adapter(folder / "adapter", folder / "base", lora)
     return folder
 
 
@@ -84,12 +72,6 @@ class Gang:
         return [process.wait(60) for process in self.processes]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    with started(tmp_path) as start:
-        yield start
-
-
 def ask(url: str, route: str, **body: Any) -> Any:
     answer = httpx2.post(f"{url}/v1/{route}", json=body, verify=False, timeout=300)
     assert answer.status_code == 200, answer.text
@@ -123,7 +105,7 @@ def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Sta
     one.first.end()
     two = Gang(start, "serve", *TWO, *model, *ENGINE, *slots)
     found = answers(two.url(), folder / "adapter")
-    assert "4 cpu: expert 2, tensor 2" in two.first.text
+    assert "4 cpu: expert 2, tensor 2" in two.first.text and "a; 2 slots of rank 2" in two.first.text
     for one_answer, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one_answer, other, rtol=1e-5, atol=1e-5)
     two.processes[1].process.send_signal(signal.SIGTERM)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from einops import rearrange
-from hugging_face_folders import Arrays
+from hugging_face_folders import Arrays, read_weight
 
 from megajax.checkpoint.weights import name_mapping
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
@@ -60,10 +60,6 @@ def table(model: DecoderConfig) -> list[Mapped]:
 def tensors(table: list[Mapped]) -> Arrays:
     draw = np.random.default_rng(0)
     return Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table})
-
-
-def read_weight(weights: ForeignWeights, path: str) -> np.ndarray:
-    return weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path]))
 
 
 def test_parts_of_a_fused_tensor_are_in_their_places(model, table, tensors) -> None:

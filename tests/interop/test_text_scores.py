@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hugging_face_folders import LLAMA, llama_shapes, write
+from hugging_face_folders import LLAMA, llama_shapes, read_all, write
 from safetensors.numpy import load_file
 
 from megajax import convert
@@ -58,13 +58,9 @@ def scores(folder: Path) -> np.ndarray:
     stored = open_stored(f"hf:{folder}")
     stored.demand_fit()
     abstract = nnx.eval_shape(lambda: stored.model.build(Layout(Plan.of(ParallelConfig()))))
-    weights = {
-        path: stored.weights.read(path, tuple(slice(0, size) for size in shape))
-        for path, shape in stored.weights.shapes().items()
-    }
     segments = (np.arange(TOKENS.shape[1]) < np.array(LENGTHS)[:, None]).astype(np.int32)
     run = jax.jit(lambda weights: bind(abstract, weights)(TOKENS, segment_ids=segments))
-    return np.asarray(run(weights)).reshape(len(TOKENS), -1)
+    return np.asarray(run(read_all(stored.weights))).reshape(len(TOKENS), -1)
 
 
 @pytest.mark.parametrize(

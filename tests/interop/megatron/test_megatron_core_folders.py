@@ -4,12 +4,12 @@ import hashlib
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hugging_face_folders import read_all
 
 from megajax.config import load
 from megajax.convert import main
@@ -34,17 +34,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def all_weights(source: Any) -> dict[str, np.ndarray]:
-    return {path: source.read(path, tuple(slice(0, n) for n in shape)) for path, shape in source.shapes().items()}
-
-
 @pytest.mark.parametrize("name", ["gpt_tensor_2", "llama", "experts"])
 def test_logits(name: str, folders: Path) -> None:
     assert not list((folders / name).rglob("common.pt")), "what is no array is in the shards"
     opened, layout = open_model(folders / name), Layout(Plan.of(ParallelConfig(data=1)))
     abstract = nnx.eval_shape(lambda: opened.model.build(layout))
     observed = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(abstract, Observation).items()}
-    model = bind(abstract, all_weights(opened.weights) | observed)
+    model = bind(abstract, read_all(opened.weights) | observed)
     with np.load(folders / name / "results.npz") as results:
         logits = np.asarray(model(jnp.asarray(results["tokens"], jnp.int32)))
         assert np.abs(logits[..., :31] - results["logits"][..., :31]).max() < LOGITS
@@ -56,7 +52,7 @@ def test_moments(folders: Path) -> None:
     assert opened.updates == 2
     with np.load(folders / "llama" / "results.npz") as results:
         for ours, theirs in (("first_moment", "exp_avg"), ("second_moment", "exp_avg_sq")):
-            values = all_weights(opened.moments[ours])
+            values = read_all(opened.moments[ours])
             for tensor in opened.table:
                 recorded = results[f"{theirs}/{tensor.name}"][: tensor.shape()[0]]
                 for piece, part in zip(tensor.pieces, tensor.to_weights(recorded), strict=True):
@@ -69,7 +65,7 @@ def test_weights_in_16_bits_are_read_from_their_copies(folders: Path) -> None:
     copy, rounded = stored.read(f"optimizer.state.param.{name}"), stored.read(name)
     np.testing.assert_array_equal(copy.astype(jnp.bfloat16), rounded)
     opened = open_model(folders / "llama_bf16")
-    tokens = all_weights(opened.weights)["tokens"]
+    tokens = read_all(opened.weights)["tokens"]
     np.testing.assert_array_equal(tokens[:31].ravel(), copy[:31].ravel())
     assert set(opened.moments) == {"first_moment", "second_moment"} and opened.updates == 2
 
