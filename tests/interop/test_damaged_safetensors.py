@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face_folders import LLAMA, write_llama
+from hugging_face_folders import write_llama
 from safetensors import SafetensorError
 from safetensors.numpy import load as reference_load
 from safetensors.numpy import load_file, save_file
@@ -262,8 +262,3 @@ def test_written_files_equal_those_of_the_library(tmp_path) -> None:
         np.testing.assert_array_equal(SafetensorsFolder(tmp_path).read(name), tensor)
     with pytest.raises(ValueError, match="is not the next tensor"), TensorFile(tmp_path / "new", entries) as file:
         file.write("number", tensors["number"])
-
-
-def test_the_sample_is_a_model(tmp_path) -> None:
-    write_llama(tmp_path / "llama")
-    assert open_source(f"hf:{tmp_path / 'llama'}").model.vocabulary_size == LLAMA["vocab_size"]

@@ -23,21 +23,13 @@ from megajax.tokenizers.config import NullTokenizerConfig
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlavaForConditionalGeneration"],
-    "model_type": "llava",
-    "image_token_index": 39,
-    "text_config": {"model_type": "llama", **SIZES, "num_hidden_layers": 1, "vocab_size": 40},
-    "torch_dtype": "float16",
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 39,
+    "text_config": {"model_type": "llama", **SIZES, "num_hidden_layers": 1, "vocab_size": 40}, "torch_dtype": "float16",
     "vision_config": {
-        "model_type": "clip_vision_model",
-        **SIZES,
-        "num_hidden_layers": 4,
-        "image_size": 8,
-        "patch_size": 4,
+        "model_type": "clip_vision_model", **SIZES, "num_hidden_layers": 4, "image_size": 8, "patch_size": 4,
     },
-    "vision_feature_layer": -2,
-    "vision_feature_select_strategy": "default",
-}
+    "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+}  # fmt: skip
 NORM = [f"post_layernorm.{name}" for name in ("weight", "bias")]
 POST = [f"vision_tower.{name}" for name in NORM]
 

@@ -33,53 +33,27 @@ PIXELS = {"image_size": 8, "patch_size": 4}
 TEXT = {**TOWER, "vocab_size": 11, "max_position_embeddings": 16}
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 6, "vocab_size": 11}
 MAMBA2 = {
-    "model_type": "mamba2",
-    "hidden_size": 8,
-    "num_heads": 4,
-    "head_dim": 4,
-    "state_size": 3,
-    "n_groups": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 11,
-}
+    "model_type": "mamba2", "hidden_size": 8, "num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2,
+    "num_hidden_layers": 2, "vocab_size": 11,
+}  # fmt: skip
 MAMBA = {"model_type": "mamba", "hidden_size": 8, "state_size": 3, "num_hidden_layers": 2, "vocab_size": 11}
 NEMOTRON = {
-    "model_type": "nemotron_h",
-    "hidden_size": 8,
-    "hybrid_override_pattern": "M-M*",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 3,
-    "intermediate_size": 10,
-    "ssm_state_size": 3,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 4,
-    "n_groups": 2,
-    "vocab_size": 11,
-    "num_hidden_layers": 4,
-}
+    "model_type": "nemotron_h", "hidden_size": 8, "hybrid_override_pattern": "M-M*", "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 3, "intermediate_size": 10, "ssm_state_size": 3, "mamba_num_heads": 4,
+    "mamba_head_dim": 4, "n_groups": 2, "vocab_size": 11, "num_hidden_layers": 4,
+}  # fmt: skip
 BERT = {"model_type": "bert", **TEXT, "architectures": ["BertForPreTraining"]}
 T5 = {
-    "model_type": "t5",
-    "d_model": 8,
-    "d_kv": 3,
-    "d_ff": 10,
-    "num_layers": 2,
-    "num_decoder_layers": 1,
-    "num_heads": 2,
-    "vocab_size": 11,
-    "relative_attention_num_buckets": 4,
-}
+    "model_type": "t5", "d_model": 8, "d_kv": 3, "d_ff": 10, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2,
+    "vocab_size": 11, "relative_attention_num_buckets": 4,
+}  # fmt: skip
 VIT = {"model_type": "vit", **TOWER, **PIXELS, "id2label": {"0": "a", "1": "b", "2": "c"}}
 CLIP = {"model_type": "clip_vision_model", **TOWER, **PIXELS}
 SIGLIP = {"model_type": "siglip_vision_model", **TOWER, **PIXELS}
 LLAVA = {
-    "model_type": "llava",
-    "text_config": {"model_type": "llama", **TEXT},
-    "vision_config": CLIP,
-    "image_token_index": 10,
-    "image_seq_length": 4,
-}
+    "model_type": "llava", "text_config": {"model_type": "llama", **TEXT}, "vision_config": CLIP,
+    "image_token_index": 10, "image_seq_length": 4,
+}  # fmt: skip
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gpt2": GPT2,
     "gpt2, scores by layer": {**GPT2, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
@@ -104,22 +78,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "clip, both": {"model_type": "clip", "vision_config": CLIP, "text_config": TEXT, "logit_scale_init_value": 2.6},
     "clip, classes": {"model_type": "clip", "architectures": ["CLIPForImageClassification"], "vision_config": CLIP},
     "siglip": SIGLIP,
-    "siglip, classes": {
-        "model_type": "siglip",
-        "architectures": ["SiglipForImageClassification"],
-        "vision_config": SIGLIP,
-        "num_labels": 4,
-    },
+    "siglip, classes": {"model_type": "siglip", "architectures": ["SiglipForImageClassification"],
+        "vision_config": SIGLIP, "num_labels": 4},
     "llava": LLAVA,
     "llava, windows": {**LLAVA, "text_config": {"model_type": "mistral", **TEXT, "sliding_window": 8}},
-    "llava, qwen": {
-        **LLAVA,
-        "text_config": {"model_type": "qwen2", **TEXT},
-        "vision_config": SIGLIP,
-        "vision_feature_select_strategy": "full",
-        "vision_feature_layer": -1,
-    },
-}
+    "llava, qwen": {**LLAVA, "text_config": {"model_type": "qwen2", **TEXT}, "vision_config": SIGLIP,
+        "vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+}  # fmt: skip
 
 
 class Described(NamedTuple):
@@ -170,57 +135,29 @@ CLIP_LAYER = {
     "embeddings.patch_embedding.weight": (8, 3, 4, 4),
 }
 NAMES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "gpt2": {
-        "transformer.wte.weight": (11, 8),
-        "transformer.wpe.weight": (6, 8),
-        "transformer.h.1.attn.c_attn.weight": (8, 24),
-        "transformer.h.1.attn.c_attn.bias": (24,),
-        "transformer.h.1.attn.c_proj.weight": (8, 8),
-        "transformer.h.1.attn.c_proj.bias": (8,),
-        "transformer.h.1.mlp.c_fc.weight": (8, 32),
-        "transformer.h.1.mlp.c_fc.bias": (32,),
-        "transformer.h.1.mlp.c_proj.weight": (32, 8),
-        "transformer.h.1.mlp.c_proj.bias": (8,),
-        **norms("transformer.h.1.ln_1", "transformer.h.1.ln_2", "transformer.ln_f"),
-    },
-    "mamba2, biases": {
-        "backbone.embeddings.weight": (11, 8),
-        "backbone.layers.1.mixer.A_log": (4,),
-        "backbone.layers.1.mixer.D": (4,),
-        "backbone.layers.1.mixer.dt_bias": (4,),
-        "backbone.layers.1.mixer.conv1d.weight": (28, 1, 4),
-        "backbone.layers.1.mixer.norm.weight": (16,),
+    "gpt2": {"transformer.wte.weight": (11, 8), "transformer.wpe.weight": (6, 8),
+        "transformer.h.1.attn.c_attn.weight": (8, 24), "transformer.h.1.attn.c_attn.bias": (24,),
+        "transformer.h.1.attn.c_proj.weight": (8, 8), "transformer.h.1.attn.c_proj.bias": (8,),
+        "transformer.h.1.mlp.c_fc.weight": (8, 32), "transformer.h.1.mlp.c_fc.bias": (32,),
+        "transformer.h.1.mlp.c_proj.weight": (32, 8), "transformer.h.1.mlp.c_proj.bias": (8,),
+        **norms("transformer.h.1.ln_1", "transformer.h.1.ln_2", "transformer.ln_f")},
+    "mamba2, biases": {"backbone.embeddings.weight": (11, 8), "backbone.layers.1.mixer.A_log": (4,),
+        "backbone.layers.1.mixer.D": (4,), "backbone.layers.1.mixer.dt_bias": (4,),
+        "backbone.layers.1.mixer.conv1d.weight": (28, 1, 4), "backbone.layers.1.mixer.norm.weight": (16,),
         **layer("backbone.layers.1.mixer.", {"in_proj": (48, 8), "out_proj": (8, 16)}),
-        "backbone.layers.1.norm.weight": (8,),
-        "backbone.norm_f.weight": (8,),
-    },
-    "mamba": {
-        "backbone.embeddings.weight": (11, 8),
-        "backbone.layers.1.mixer.A_log": (16, 3),
-        "backbone.layers.1.mixer.D": (16,),
-        "backbone.layers.1.mixer.conv1d.weight": (16, 1, 4),
-        "backbone.layers.1.mixer.conv1d.bias": (16,),
-        "backbone.layers.1.mixer.x_proj.weight": (7, 16),
+        "backbone.layers.1.norm.weight": (8,), "backbone.norm_f.weight": (8,)},
+    "mamba": {"backbone.embeddings.weight": (11, 8), "backbone.layers.1.mixer.A_log": (16, 3),
+        "backbone.layers.1.mixer.D": (16,), "backbone.layers.1.mixer.conv1d.weight": (16, 1, 4),
+        "backbone.layers.1.mixer.conv1d.bias": (16,), "backbone.layers.1.mixer.x_proj.weight": (7, 16),
         **layer("backbone.layers.1.mixer.", {"in_proj": (32, 8), "dt_proj": (16, 1), "out_proj": (8, 16)}),
-        "backbone.layers.1.norm.weight": (8,),
-        "backbone.norm_f.weight": (8,),
-    },
-    "nemotron": {
-        "backbone.layers.1.mixer.up_proj.weight": (10, 8),
-        "backbone.layers.1.mixer.down_proj.weight": (8, 10),
-        "backbone.layers.1.norm.weight": (8,),
-        "backbone.layers.2.mixer.in_proj.weight": (48, 8),
-        "backbone.layers.2.mixer.out_proj.weight": (8, 16),
-        "backbone.layers.3.mixer.q_proj.weight": (12, 8),
-        "backbone.layers.3.mixer.k_proj.weight": (6, 8),
-        "backbone.layers.3.mixer.v_proj.weight": (6, 8),
-        "backbone.layers.3.mixer.o_proj.weight": (8, 12),
-        "backbone.layers.3.norm.weight": (8,),
-        "lm_head.weight": (11, 8),
-    },
-    "bert": {
-        "bert.embeddings.word_embeddings.weight": (11, 8),
-        "bert.embeddings.position_embeddings.weight": (16, 8),
+        "backbone.layers.1.norm.weight": (8,), "backbone.norm_f.weight": (8,)},
+    "nemotron": {"backbone.layers.1.mixer.up_proj.weight": (10, 8), "backbone.layers.1.mixer.down_proj.weight": (8, 10),
+        "backbone.layers.1.norm.weight": (8,), "backbone.layers.2.mixer.in_proj.weight": (48, 8),
+        "backbone.layers.2.mixer.out_proj.weight": (8, 16), "backbone.layers.3.mixer.q_proj.weight": (12, 8),
+        "backbone.layers.3.mixer.k_proj.weight": (6, 8), "backbone.layers.3.mixer.v_proj.weight": (6, 8),
+        "backbone.layers.3.mixer.o_proj.weight": (8, 12), "backbone.layers.3.norm.weight": (8,),
+        "lm_head.weight": (11, 8)},
+    "bert": {"bert.embeddings.word_embeddings.weight": (11, 8), "bert.embeddings.position_embeddings.weight": (16, 8),
         "bert.embeddings.token_type_embeddings.weight": (2, 8),
         **layer("bert.encoder.layer.1.attention.self.", dict.fromkeys(("query", "key", "value"), SQUARE)),
         **layer("bert.encoder.layer.1.", {"attention.output.dense": SQUARE, "intermediate.dense": UP}),
@@ -228,54 +165,36 @@ NAMES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         **norms("bert.embeddings.LayerNorm", "bert.encoder.layer.1.attention.output.LayerNorm"),
         **norms("bert.encoder.layer.1.output.LayerNorm", "cls.predictions.transform.LayerNorm"),
         **layer("", {"bert.pooler.dense": SQUARE, "cls.predictions.transform.dense": SQUARE}),
-        **layer("", {"cls.seq_relationship": (2, 8)}),
-        "cls.predictions.bias": (11,),
-    },
+        **layer("", {"cls.seq_relationship": (2, 8)}), "cls.predictions.bias": (11,)},
     "megatron": norms("bert.encoder.layer.1.attention.ln", "bert.encoder.layer.1.ln", "bert.encoder.ln"),
-    "t5 1.1": {
-        "shared.weight": (11, 8),
-        "lm_head.weight": (11, 8),
+    "t5 1.1": {"shared.weight": (11, 8), "lm_head.weight": (11, 8),
         "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (4, 2),
         "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (4, 2),
         **layer("encoder.block.1.layer.0.SelfAttention.", dict.fromkeys("qkv", (6, 8)) | {"o": (8, 6)}, False),
         **layer("decoder.block.0.layer.1.EncDecAttention.", dict.fromkeys("qkv", (6, 8)) | {"o": (8, 6)}, False),
         **layer("encoder.block.1.layer.1.DenseReluDense.", {"wi_0": UP, "wi_1": UP, "wo": DOWN}, False),
         **layer("decoder.block.0.layer.2.DenseReluDense.", {"wi_0": UP, "wi_1": UP, "wo": DOWN}, False),
-        "decoder.block.0.layer.2.layer_norm.weight": (8,),
-        "encoder.final_layer_norm.weight": (8,),
-    },
+        "decoder.block.0.layer.2.layer_norm.weight": (8,), "encoder.final_layer_norm.weight": (8,)},
     "t5": layer("decoder.block.0.layer.2.DenseReluDense.", {"wi": UP, "wo": DOWN}, False),
-    "vit": {
-        "vit.embeddings.cls_token": (1, 1, 8),
-        "vit.embeddings.position_embeddings": (1, 5, 8),
+    "vit": {"vit.embeddings.cls_token": (1, 1, 8), "vit.embeddings.position_embeddings": (1, 5, 8),
         "vit.embeddings.patch_embeddings.projection.weight": (8, 3, 4, 4),
         "vit.embeddings.patch_embeddings.projection.bias": (8,),
         **layer("vit.encoder.layer.1.attention.attention.", dict.fromkeys(("query", "key", "value"), SQUARE)),
         **layer("vit.encoder.layer.1.", {"attention.output.dense": SQUARE, "intermediate.dense": UP}),
         **layer("vit.encoder.layer.1.", {"output.dense": DOWN}),
         **norms("vit.encoder.layer.1.layernorm_before", "vit.encoder.layer.1.layernorm_after", "vit.layernorm"),
-        **layer("", {"classifier": (3, 8)}),
-    },
-    "clip": {
-        **{f"vision_model.{name}": shape for name, shape in CLIP_LAYER.items()},
-        "vision_model.embeddings.class_embedding": (8,),
-        "vision_model.embeddings.position_embedding.weight": (5, 8),
-        **norms("vision_model.pre_layrnorm"),
-    },
-    "siglip": {
-        **{f"vision_model.{name}": shape for name, shape in CLIP_LAYER.items()},
+        **layer("", {"classifier": (3, 8)})},
+    "clip": {**{f"vision_model.{name}": shape for name, shape in CLIP_LAYER.items()},
+        "vision_model.embeddings.class_embedding": (8,), "vision_model.embeddings.position_embedding.weight": (5, 8),
+        **norms("vision_model.pre_layrnorm")},
+    "siglip": {**{f"vision_model.{name}": shape for name, shape in CLIP_LAYER.items()},
         "vision_model.embeddings.patch_embedding.bias": (8,),
-        "vision_model.embeddings.position_embedding.weight": (4, 8),
-    },
-    "llava": {
-        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": UP,
-        "multi_modal_projector.linear_1.weight": SQUARE,
-        "multi_modal_projector.linear_2.bias": (8,),
+        "vision_model.embeddings.position_embedding.weight": (4, 8)},
+    "llava": {"vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": UP,
+        "multi_modal_projector.linear_1.weight": SQUARE, "multi_modal_projector.linear_2.bias": (8,),
         "language_model.model.layers.1.self_attn.q_proj.weight": SQUARE,
-        "language_model.model.embed_tokens.weight": (11, 8),
-        "language_model.lm_head.weight": (11, 8),
-    },
-}
+        "language_model.model.embed_tokens.weight": (11, 8), "language_model.lm_head.weight": (11, 8)},
+}  # fmt: skip
 
 
 WHOLE = ("gpt2", "mamba", "bert", "vit", "clip", "siglip")
@@ -362,24 +281,16 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
 REFUSED: Mapping[str, tuple[Mapping[str, Any], list[str]]] = {
     "gpt2": ({**GPT2, "activation_function": "mish", "add_cross_attention": True}, ["mish", "add_cross_attention"]),
     "mamba2": ({**MAMBA2, "hidden_act": "gelu", "head_dim": 5}, ["hidden_act=gelu", "num_heads=4"]),
-    "nemotron": (
-        {**NEMOTRON, "hybrid_override_pattern": "MEX", "moe_latent_size": 4, "mlp_bias": True},
-        ["layers_block_type=X: only ", "mlp_bias=True: only false is supported with moe_latent_size=4"],
-    ),
-    "bert": (
-        {**BERT, "position_embedding_type": "relative_key", "is_decoder": True},
-        ["position_embedding_type=relative_key", "is_decoder=True"],
-    ),
-    "t5": (
-        {**T5, "feed_forward_proj": "gated-mish", "is_encoder_decoder": False},
-        ["gated-mish", "is_encoder_decoder"],
-    ),
+    "nemotron": ({**NEMOTRON, "hybrid_override_pattern": "MEX", "moe_latent_size": 4, "mlp_bias": True},
+        ["layers_block_type=X: only ", "mlp_bias=True: only false is supported with moe_latent_size=4"]),
+    "bert": ({**BERT, "position_embedding_type": "relative_key", "is_decoder": True},
+        ["position_embedding_type=relative_key", "is_decoder=True"]),
+    "t5": ({**T5, "feed_forward_proj": "gated-mish", "is_encoder_decoder": False},
+        ["gated-mish", "is_encoder_decoder"]),
     "vit": ({**VIT, "num_channels": 1, "patch_size": [4, 2]}, ["num_channels=1", r"patch_size=\[4, 2\]"]),
-    "llava": (
-        {**LLAVA, "vision_feature_layer": [-2, -1], "vision_config": {**SIGLIP, "hidden_act": "mish"}},
-        ["vision_feature_layer", "vision_feature_select_strategy=default", "hidden_act=mish"],
-    ),
-}
+    "llava": ({**LLAVA, "vision_feature_layer": [-2, -1], "vision_config": {**SIGLIP, "hidden_act": "mish"}},
+        ["vision_feature_layer", "vision_feature_select_strategy=default", "hidden_act=mish"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -69,15 +69,19 @@ class Stranger:
         self.file.write_text(EVIL.format(marker=str(self.marker), run=str(run / "config.yaml")))
 
     def change(self, **settings: Any) -> None:
-        """Change parts of both configs of the run, and sign the checkpoint anew."""
+        """Change parts of both configs of the run."""
         document = yaml.safe_load((self.run / "config.yaml").read_text())
         for name, value in settings.items():
             mixed = isinstance(value, dict) and name in ("model", "evaluation", "xla")
             document[name] = document[name] | value if mixed else value
         (self.run / "config.yaml").write_text(yaml.safe_dump(document))
+        self.store(yaml.safe_dump(document))
+
+    def store(self, config: str) -> None:
+        """Change the config of the checkpoint, and sign it anew."""
         (step,) = (self.run / "checkpoints").glob("0*")
         meta = json.loads((step / "meta.json").read_text())
-        meta["meta"]["config"] = yaml.safe_dump(document)
+        meta["meta"]["config"] = config
         (step / "meta.json").write_text(json.dumps(meta))
         (step / "manifest.json").unlink()
         integrity.complete_step(step)
@@ -191,12 +195,7 @@ def _flags(run: Path, **flags: Any) -> dict[str, Any]:
 def test_aliases_in_the_config_of_a_step_do_not_exhaust_the_memory(stranger: Stranger) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    (step,) = (stranger.run / "checkpoints").glob("0*")
-    meta = json.loads((step / "meta.json").read_text())
-    meta["meta"]["config"] = "\n".join(lines)
-    (step / "meta.json").write_text(json.dumps(meta))
-    (step / "manifest.json").unlink()
-    integrity.complete_step(step)
+    stranger.store("\n".join(lines))
     with pytest.raises(UserError, match="357,449,882,107 entries"):
         assert open_step(stranger.run).config
 
