@@ -7,20 +7,10 @@ from megajax.interop.megatron.flags.translate import Converted, convert
 from megajax.training.run_config import RunConfig
 
 BASE = {
-    "num-layers": "4",
-    "hidden-size": "64",
-    "num-attention-heads": "4",
-    "seq-length": "32",
-    "max-position-embeddings": "32",
-    "micro-batch-size": "2",
-    "global-batch-size": "8",
-    "train-iters": "10",
-    "lr": "1e-3",
-    "mock-data": "",
-    "tokenizer-type": "NullTokenizer",
-    "vocab-size": "255",
-    "eval-interval": "5",
-}
+    "num-layers": "4", "hidden-size": "64", "num-attention-heads": "4", "seq-length": "32",
+    "max-position-embeddings": "32", "micro-batch-size": "2", "global-batch-size": "8", "train-iters": "10",
+    "lr": "1e-3", "mock-data": "", "tokenizer-type": "NullTokenizer", "vocab-size": "255", "eval-interval": "5",
+}  # fmt: skip
 
 
 def flags_of(text: str) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -124,21 +125,6 @@ def test_the_file_is_in_the_formatters_style_and_starts_a_run(tmp_path: Path) ->
     assert printed["checkpoint"]["load"] == "some/run"
 
 
-def test_fewer_query_groups_than_tensor_devices(tmp_path: Path) -> None:
-    output = tmp_path / "small.py"
-    heads = SMALL.replace("--num-attention-heads 4", "--num-attention-heads 12 --kv-channels 8")
-
-    def convert(groups: int) -> None:
-        grouped = f"--group-query-attention --num-query-groups {groups} --tensor-model-parallel-size 4".split()
-        main([f"--output={output}", "--force", "--", *heads.split(), *grouped])
-
-    convert(2)
-    config = load(str(output))
-    assert config.model.stack.pattern[0].mixer.kv_heads == 2 and not config.problems(4)
-    with pytest.raises(UserError, match=r"kv_heads=6 and parallel\.tensor=4: one must be a multiple of the other"):
-        convert(6)
-
-
 COMMANDS = r"""#!/bin/bash
 # It's a comment: $HOME
 export CUDA_DEVICE_MAX_CONNECTIONS=1; mkdir -p logs
@@ -246,10 +232,9 @@ def test_help_is_quick_and_complete() -> None:
 def test_files_of_flags(tmp_path: Path, suffix: str, nested: bool) -> None:
     texts = SMALL.split()
     flags = {"swiglu": True, "--bf16": True, "sequence-parallel": False, "rampup-batch-size": [2, 2, 40]}
-    for place, text in enumerate(texts):
+    for text, after in pairwise([*texts, "--"]):
         if text.startswith("--"):
-            next_texts = texts[place + 1 :][:1]
-            flags[text] = True if not next_texts or next_texts[0].startswith("--") else next_texts[0]
+            flags[text] = True if after.startswith("--") else after
     file, output = tmp_path / f"flags.{suffix}", tmp_path / "made.py"
     content = {"ENV_VARS": {"A": 1}, "MODEL_ARGS": flags} if nested else flags
     file.write_text(json.dumps(content) if suffix == "json" else yaml.safe_dump(content), encoding="utf-8")
@@ -273,16 +258,15 @@ def test_a_string_in_a_file_may_hold_several_values(tmp_path: Path) -> None:
 
 
 def test_the_tools_flags_are_separate_from_megatrons() -> None:
-    with pytest.raises(UserError, match="Give Megatron-LM's flags after --"):
-        main(SMALL.split())
-    with pytest.raises(UserError, match="did you mean partial"):
-        main(["--parital", "--", "--bf16"])
-    with pytest.raises(UserError, match=r"pretrain_ict\.py is not supported"):
-        main(["--partial", "--", "python", "x/pretrain_ict.py", *SMALL.split()])
-    with pytest.raises(UserError, match="cannot be read"):
-        main(["no/such/script.sh"])
-    with pytest.raises(UserError, match="s3://bucket/run is a URL"):
-        main(["s3://bucket/run"])
+    for arguments, message in (
+        (SMALL.split(), "Give Megatron-LM's flags after --"),
+        (["--parital", "--", "--bf16"], "did you mean partial"),
+        (["--partial", "--", "python", "x/pretrain_ict.py", *SMALL.split()], r"pretrain_ict\.py is not supported"),
+        (["no/such/script.sh"], "cannot be read"),
+        (["s3://bucket/run"], "s3://bucket/run is a URL"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main(arguments)
 
 
 def test_a_pipe_on_the_command_line_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,12 +24,8 @@ NORM = LayerNormConfig()
 
 def test_the_script_of_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bert.py"
-    assert (
-        main(
-            [f"--output={file}", "--run-script", str(HERE / "bert_340m.sh"), "runs/bert", "v.txt", "data/text_sentence"]
-        )
-        == 0
-    )
+    places = ["runs/bert", "v.txt", "data/text_sentence"]
+    assert main([f"--output={file}", "--run-script", str(HERE / "bert_340m.sh"), *places]) == 0
     cfg = load(str(file), devices=8)
     block = BlockConfig(
         mixer=AttentionConfig(heads=16, bias=True, causal=False, dropout=0.1),

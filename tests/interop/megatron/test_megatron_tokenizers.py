@@ -21,36 +21,21 @@ MODEL = "--vocab-size 999 --tokenizer-model m --tokenizer-type"
         (f"{MODEL} SentencePieceTokenizer", SentencePieceTokenizerConfig(path="m"), 999),
         (f"{MODEL} GPTSentencePieceTokenizer", SentencePieceTokenizerConfig(path="m"), 999),
         (f"{MODEL} Llama2Tokenizer", SentencePieceTokenizerConfig(path="m"), 999),
-        (
-            f"{MODEL} SentencePieceTokenizer --tokenizer-sentencepiece-legacy --special-tokens <CLS> <EOD>",
-            SentencePieceTokenizerConfig(path="m", special_tokens=("<CLS>", "<EOD>")),
-            999,
-        ),
+        (f"{MODEL} SentencePieceTokenizer --tokenizer-sentencepiece-legacy --special-tokens <CLS> <EOD>",
+         SentencePieceTokenizerConfig(path="m", special_tokens=("<CLS>", "<EOD>")), 999),
         (f"{MODEL} HuggingFaceTokenizer", HuggingFaceTokenizerConfig(path="m"), 999),
         (f"{MODEL} SFTTokenizer", HuggingFaceTokenizerConfig(path="m"), 999),
         (TIKTOKEN, TiktokenTokenizerConfig(path="t.json", vocabulary_size=5000), 5000),
-        (
-            "--without vocab-size --tokenizer-type TikTokenizer --tokenizer-model t.json",
-            TiktokenTokenizerConfig(path="t.json", vocabulary_size=1 << 17),
-            1 << 17,
-        ),
-        (
-            f"{MODEL} MultimodalTokenizer --special-tokens <image> <img>",
-            MultimodalTokenizerConfig(base=HuggingFaceTokenizerConfig(path="m"), added={"special_1": "<img>"}),
-            1001,
-        ),
-        (
-            "--tokenizer-type NullMultimodalTokenizer",
-            MultimodalTokenizerConfig(base=NullTokenizerConfig(vocabulary_size=256)),
-            257,
-        ),
-        (
-            "--tokenizer-type BertWordPieceCase --vocab-file v.txt",
-            WordPieceTokenizerConfig(vocabulary="v.txt", lower=False, extra_ids=100),
-            255,
-        ),
+        ("--without vocab-size --tokenizer-type TikTokenizer --tokenizer-model t.json",
+         TiktokenTokenizerConfig(path="t.json", vocabulary_size=1 << 17), 1 << 17),
+        (f"{MODEL} MultimodalTokenizer --special-tokens <image> <img>",
+         MultimodalTokenizerConfig(base=HuggingFaceTokenizerConfig(path="m"), added={"special_1": "<img>"}), 1001),
+        ("--tokenizer-type NullMultimodalTokenizer",
+         MultimodalTokenizerConfig(base=NullTokenizerConfig(vocabulary_size=256)), 257),
+        ("--tokenizer-type BertWordPieceCase --vocab-file v.txt",
+         WordPieceTokenizerConfig(vocabulary="v.txt", lower=False, extra_ids=100), 255),
     ],
-)
+)  # fmt: skip
 def test_each_type_is_a_config(flags, tokenizer, size):
     cfg = config(flags)
     assert cfg.tokenizer == tokenizer and cfg.model.vocabulary_size == size
