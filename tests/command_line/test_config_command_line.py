@@ -85,14 +85,8 @@ def test_all_problems_are_in_one_error():
         parse("--config=tiny", "--paralel.tensor=2", "--steps=abc", "foo", "-steps=3", "--devices=gpu:4")
     message = str(error.value)
     assert message.startswith("5 problems in configs/tiny.py + command line:\n  paralel.tensor: no such setting\n")
-    for text in (
-        "did you mean parallel.tensor?",
-        "got 'abc'",
-        "foo: unexpected argument",
-        "--steps=3?",
-        "CUDA_VISIBLE",
-    ):
-        assert text in message
+    texts = ("did you mean parallel.tensor?", "got 'abc'", "foo: unexpected argument", "--steps=3?", "CUDA_VISIBLE")
+    assert all(text in message for text in texts), message
     assert set(problems("--devices=x", "--config=toi")) == {"--devices", "--config"}
     assert set(problems("--steps=1")) == {"--config"}
     assert problems("--confg=tiny")["--confg"] == "no such flag or setting\ndid you mean --config?"
@@ -133,9 +127,8 @@ def test_the_device_count_is_per_process(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert parse("--config=tiny", "--devices=cpu:8", "--parallel.tensor=3").config.parallel.tensor == 3
     monkeypatch.delenv("SLURM_PROCID")
-    assert (
-        "3 does not divide 8" in problems("--config=tiny", "--devices=cpu:8", "--parallel.tensor=3")["parallel.tensor"]
-    )
+    wrong = problems("--config=tiny", "--devices=cpu:8", "--parallel.tensor=3")
+    assert "3 does not divide 8" in wrong["parallel.tensor"]
 
 
 def test_print_config_names_the_source_of_each_setting(capsys, folder):
@@ -183,12 +176,8 @@ def test_help(capsys):
 
 def test_help_of_one_part(capsys):
     text = shown(capsys, "--help=parallel")
-    assert [line.split()[0] for line in text.splitlines() if line.startswith("  --")] == [
-        "--parallel.tensor",
-        "--parallel.data",
-        "--parallel.sequence",
-        "--parallel.data_sharding",
-    ]
+    names = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert names == [f"--parallel.{name}" for name in ("tensor", "data", "sequence", "data_sharding")]
     assert "--optimizer.lr" in shown(capsys, "--help", "lr")
     with pytest.raises(ConfigError, match="did you mean parallel"):
         parse("--help=paralel.tensr")

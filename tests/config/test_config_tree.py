@@ -108,14 +108,3 @@ def test_hints_skip_settings_of_other_union_members():
     """AdamW has betas; the chosen Muon has no similar setting."""
     problem = problems("optimizer.type=Muon", "optimizer.beta=0.9")["optimizer.beta"]
     assert problem.message == "no such setting" and "optimizer.betas" not in problem.hint
-
-
-def test_the_message():
-    with pytest.raises(ConfigError) as error:
-        override(RUN, "paralel.tensor=2", "steps=abc", place="configs/x.py + command line")
-    assert str(error.value) == (
-        "2 problems in configs/x.py + command line:\n"
-        "  paralel.tensor: no such setting\n"
-        "      did you mean parallel.tensor?\n"
-        "  steps: expected a whole number, got 'abc'"
-    )

@@ -15,6 +15,8 @@ from megajax.config.optional_packages import EXTRAS, REQUIRED, remedy
 
 REPOSITORY = Path(__file__).parents[2]
 SHELL = ("python", "-m", "megajax.train", "--config=quickstart.py")
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+OPTIONAL = PYPROJECT["project"]["optional-dependencies"]
 
 
 def front_doors() -> list[str]:
@@ -75,8 +77,7 @@ def test_other_modules_get_no_remedy():
 
 def test_the_names_match_pyproject():
     """Each is imported from a package that pyproject.toml lists; jax brings ml_dtypes and jaxlib, flax brings optax."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    listed = {None: project["dependencies"], **project["optional-dependencies"]}
+    listed = {None: PYPROJECT["project"]["dependencies"], **OPTIONAL}
     packages = {extra: {re.split(r"[^\w-]", line)[0].lower() for line in lines} for extra, lines in listed.items()}
     provided = packages_distributions()
     imported = EXTRAS | dict.fromkeys(REQUIRED - {"ml_dtypes", "jaxlib", "optax"})
@@ -94,28 +95,22 @@ def test_an_old_python_is_refused_before_newer_syntax():
 CONFLICTING = {"cuda12", "cuda13", "aot"}
 
 
-def extras() -> dict[str, list[str]]:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    return project["project"]["optional-dependencies"]
-
-
 def test_all_has_every_extra_that_conflicts_with_none() -> None:
-    (requirement,) = extras()["all"]
+    (requirement,) = OPTIONAL["all"]
     named = re.fullmatch(r"megajax\[([\w,]+)\]", requirement)
-    assert named and set(named[1].split(",")) == extras().keys() - CONFLICTING - {"all"}
+    assert named and set(named[1].split(",")) == OPTIONAL.keys() - CONFLICTING - {"all"}
 
 
 def test_the_lock_file_knows_all_extras() -> None:
     lock = tomllib.loads((REPOSITORY / "uv.lock").read_text(encoding="utf-8"))
     (package,) = [package for package in lock["package"] if package["name"] == "megajax"]
-    assert set(package["metadata"]["provides-extras"]) == extras().keys() == package["optional-dependencies"].keys()
+    assert set(package["metadata"]["provides-extras"]) == OPTIONAL.keys() == package["optional-dependencies"].keys()
 
 
 def test_users_install_no_development_packages() -> None:
     """Plain `uv sync` and `uv run` leave the group dev out; .ci/run and the page for developers name it."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["tool"]["uv"]["default-groups"] == [] and "pytest" in project["dependency-groups"]["dev"]
+    assert PYPROJECT["tool"]["uv"]["default-groups"] == [] and "pytest" in PYPROJECT["dependency-groups"]["dev"]
     for file in (".ci/run", "docs/architecture.md"):
         assert "uv sync --frozen --group dev" in (REPOSITORY / file).read_text(encoding="utf-8")
     names = re.findall(r"--extra (\w+)", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
-    assert {"plot", "serve", "all"} <= set(names) <= extras().keys()
+    assert {"plot", "serve", "all"} <= set(names) <= OPTIONAL.keys()

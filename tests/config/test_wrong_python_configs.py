@@ -67,56 +67,40 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
     ("text", "expected"),
     [
         ("def config(): return mj.RunConfig(model=..., steps=10_000)", ["RunConfig needs data"]),
-        (
-            "def config(): return good(model=None, batch=None)",
-            ["got None\n      write batch=mj.BatchConfig(...)", "model: "],
-        ),
+        ("def config(): return good(model=None, batch=None)",
+         ["got None\n      write batch=mj.BatchConfig(...)", "model: "]),
         ("def config(): return mj.RunConfig(1, 2)", [f"line {LINE}: RunConfig takes its settings by name, 2 given"]),
         ("def config(): return good(optimizer=mj.AdamWConfig)", ["this is the class: write mj.AdamWConfig(...)"]),
         ("def config(): return good(model=mj.llama3)", ["this is the function: write mj.llama3(...)"]),
         ("def config(): return good(data=(mj.MockConfig(),))", ["makes it a tuple: remove the comma"]),
         ("def config(): return good(optimizer='adam')", ["did you mean AdamWConfig?"]),
-        (
-            "def config(): return good(optimizer=mj.ScheduleConfig())",
-            ["optimizer: ScheduleConfig lacks clip, name", "\n      write optimizer=mj.AdamW"],
-        ),
+        ("def config(): return good(optimizer=mj.ScheduleConfig())",
+         ["optimizer: ScheduleConfig lacks clip, name", "\n      write optimizer=mj.AdamW"]),
         ("def config(): return replace(good(), sedd=3)", ["unexpected keyword argument 'sedd'"]),
-        (
-            "def config(): return good(schedule=mj.ScheduleConfig(lr='x', warmup_fraction=2))",
-            ["lr: exp", "between 0 and 1"],
-        ),
+        ("def config(): return good(schedule=mj.ScheduleConfig(lr='x', warmup_fraction=2))",
+         ["lr: exp", "between 0 and 1"]),
         ("def config(): return good(model=mj.llama3('debug', vocabulary=3))", ["did you mean vocabulary_size?"]),
         ("def config(): return good(model=mj.llama3('50m'))", [f"line {LINE}: llama3 has no size '50m'; sizes: "]),
         ("def config():\n    good().steps = 3", ["dataclasses.replace(config, name=value) makes a changed copy"]),
-        (
-            "def config(): return good(parallel=ParallelConfig())",
-            ["write mj.ParallelConfig, with import megajax as mj"],
-        ),
+        ("def config(): return good(parallel=ParallelConfig())",
+         ["write mj.ParallelConfig, with import megajax as mj"]),
         ("from megajax import BlndConfig", ["did you mean BlendConfig?"]),
-        (
-            "def config(): return good(data=mj.BlndConfig())",
-            [f"line {LINE}: AttributeError: ", "did you mean BlendConfig?"],
-        ),
+        ("def config(): return good(data=mj.BlndConfig())",
+         [f"line {LINE}: AttributeError: ", "did you mean BlendConfig?"]),
         ("del mj\ndef config(): return mj.RunConfig()", ["import megajax as mj"]),
-        (
-            "def config(): return mj.RunConfig(modl=1).modl",
-            [f"line {LINE}: RunConfig has no setting modl", "needs data"],
-        ),
-        (
-            "def config(): return good(steps=[][1])",
-            [f"line {LINE}: IndexError: list index out of range\n    def config"],
-        ),
+        ("def config(): return mj.RunConfig(modl=1).modl",
+         [f"line {LINE}: RunConfig has no setting modl", "needs data"]),
+        ("def config(): return good(steps=[][1])",
+         [f"line {LINE}: IndexError: list index out of range\n    def config"]),
         ("raise SystemExit(3)", ["the file ends the program (exit code 3)"]),
-        (
-            "config = good()",
-            ["config is a RunConfig, not a function\n    write def config(): return mj.RunConfig(...)"],
-        ),
+        ("config = good()",
+         ["config is a RunConfig, not a function\n    write def config(): return mj.RunConfig(...)"]),
         ("def config(size): pass", ["TypeError: config() missing 1 required positional argument: 'size'"]),
         ("def config(): good()", ["config() must return a RunConfig, got None\n    end it with return"]),
         ("def config(): return good(),", ["the comma after the closing bracket makes it a tuple"]),
         ("x = '\0'", ["mine.py: source code string cannot contain null bytes"]),
     ],
-)
+)  # fmt: skip
 def test_what_is_said_of_a_wrong_file(refusal, text, expected):
     message = refusal(text)
     for part in expected:
@@ -168,26 +152,9 @@ def places(node, rebuild):
 
 
 WRONG = (
-    *(
-        None,
-        "",
-        "text",
-        -1,
-        0,
-        1.5,
-        10**12,
-        10**40,
-        float("nan"),
-        float("inf"),
-        True,
-        (),
-        {},
-        {1: None},
-        (None,),
-        ("a",),
-    ),
-    *(..., object(), len, int, AttentionConfig, AttentionConfig(heads=7), b"x", "0:8", 2**31, complex(1, 2), (-1, 2)),
-)
+    None, "", "text", -1, 0, 1.5, 10**12, 10**40, float("nan"), float("inf"), True, (), {}, {1: None}, (None,), ("a",),
+    ..., object(), len, int, AttentionConfig, AttentionConfig(heads=7), b"x", "0:8", 2**31, complex(1, 2), (-1, 2),
+)  # fmt: skip
 
 
 def test_no_value_at_any_place_raises():
@@ -201,7 +168,6 @@ def test_no_value_at_any_place_raises():
             value = next(values)
             config, problems = assemble(RunConfig, set_value(value), {}, 8)
             assert (config is None) <= bool(problems), name
-            failures[name, repr(value)[:20]] = [
-                problem for problem in problems if "cannot be checked" in problem.message
-            ]
-    assert not any(failures.values()), {place: errors for place, errors in failures.items() if errors}
+            if errors := [problem for problem in problems if "cannot be checked" in problem.message]:
+                failures[name, repr(value)[:20]] = errors
+    assert failures == {}

@@ -106,27 +106,14 @@ def _images(folder: Path) -> None:
 
 
 def _megatron_checkpoint(folder: Path) -> None:
-    import numpy as np
-
-    from megajax.checkpoint.boxes import Box
     from megajax.checkpoint.weights.foreign import declared_by
     from megajax.config import load
     from megajax.interop.megatron.checkpoints.format import write_model
+    from tests.interop.hugging_face_folders import random_weights
 
     model = load("gpt2.py:debug").model
-    declared = declared_by(model)
-
-    class Zeros:
-        where = "zeros"
-
-        def shapes(self) -> dict[str, tuple[int, ...]]:
-            return {path: spec.shape for path, spec in declared.items()}
-
-        def read(self, path: str, box: Box) -> np.ndarray:
-            return np.zeros([side.stop - side.start for side in box], np.float32)
-
     (folder / "checkpoints/gpt").mkdir(parents=True)
-    write_model(folder / "checkpoints/gpt", model, Zeros())
+    write_model(folder / "checkpoints/gpt", model, random_weights(declared_by(model), scale=0.02))
 
 
 def _hugging_face_folder(folder: Path) -> None:

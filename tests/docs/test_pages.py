@@ -71,20 +71,11 @@ def test_the_readme_has_text_and_picture_of_one_run() -> None:
 def test_an_excerpt_has_the_steps_of_the_readme_and_no_times() -> None:
     line = (
         " [2026-11-28 09:01:29] iteration       {}/     900 | consumed samples:          160 | elapsed (ms): 1260.1 | "
-    )
-    line += (
         "learning rate: 3.0E-04 | global batch size:    16 | lm loss: 5.0E+00 | loss scale: 1.0 | grad norm: 3.214 | x"
     )
-    output = [
-        "setting up",
-        "MegaJAX",
-        "  model",
-        "    parameters         1",
-        "    FLOPs   2",
-        "  batch",
-        "    mesh   3",
-    ]
-    output = [*output, line.format(10), line.format(20), "loss curve: a", "report: b", "sample (c):", "def", "", "done"]
+    facts = ("MegaJAX", "  model", "    parameters         1", "    FLOPs   2", "  batch", "    mesh   3")
+    output = ["setting up", *facts, line.format(10), line.format(20), "loss curve: a", "report: b", "sample (c):"]
+    output += ["def", "", "done"]
     assert quickstart.excerpt("\n".join([*output, "  work"])).splitlines() == [
         *("MegaJAX", "  model", "    parameters         1", "  batch", "    mesh   3"),
         " iteration       10/     900 | ... | learning rate: 3.0E-04 | lm loss: 5.0E+00 | grad norm: 3.214 | ...",

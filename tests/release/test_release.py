@@ -1,6 +1,7 @@
 """Versions, the container image and the workflows agree with the project; the wheel holds the package alone."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,14 +32,22 @@ def test_one_version() -> None:
     assert {megajax.__version__, locked, str(cited), changed} == {PROJECT["version"]}
 
 
-def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_package_alone_and_finds_its_configs(tmp_path: Path) -> None:
     path = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
+        wheel.extractall(tmp_path / "site")
     folder = f"megajax-{PROJECT['version']}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"megajax", folder}
-    assert {f"{folder}/METADATA", f"{folder}/licenses/LICENSE", "megajax/configs/quickstart.py"} <= {*names}
+    shipped = {f"megajax/configs/{file.name}" for file in (ROOT / "configs").glob("*.py")}
+    assert shipped and {f"{folder}/METADATA", f"{folder}/licenses/LICENSE", *shipped} <= {*names}
     assert not [name for name in names if re.search(r"__pycache__|\.pyc$|/tests?/", name)]
+    code = "from megajax.config import load; from megajax.config.files import SHIPPED; load('gpt3.py'); print(SHIPPED)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    (empty := tmp_path / "empty").mkdir()
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == str(tmp_path / "site/megajax/configs")
 
 
 def test_a_default_install_is_small() -> None:
