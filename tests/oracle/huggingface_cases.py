@@ -2,16 +2,24 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron_cases import FOLDER, unsupported
+from safetensors.numpy import load_file
 
 from megajax.checkpoint.weights.foreign import declared_by, demand_fit
 from megajax.config.errors import UserError
+from megajax.inference.config import GenerationConfig, InferenceParallelConfig
+from megajax.inference.sampling_settings import Sampling
+from megajax.inference.worker import complete
+from megajax.interop import conversion
 from megajax.interop.formats import open_stored
 from megajax.interop.huggingface.registry import families, lost_settings
+from megajax.interop.loading import load, start_engine
+from megajax.interop.origin import Origin, generation_config
 from megajax.interop.stored.model import StoredModel
 
 TOLERANCE = 1e-5
@@ -63,6 +71,41 @@ def stored(folder: Path) -> dict[str, Any]:
     """Inputs and outputs of a case."""
     with np.load(folder / "io.npz") as file:
         return dict(file)
+
+
+NEW = 8
+"""Tokens of a stored answer."""
+
+
+def check_greedy_tokens(folder: Path) -> None:
+    """The engine answers prompts in chunks with the stored tokens."""
+    origin, greedy = Origin(hf=folder), stored(folder)["greedy"].tolist()
+    config: GenerationConfig = generation_config(origin, GenerationConfig).base
+    settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
+    try:
+        loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
+    except UserError as error:
+        if "cannot generate text" in str(error):
+            unsupported(str(error))
+        raise
+    sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    engine = start_engine(loaded, queue=len(greedy))
+    answers = complete(engine, [(tuple(row[:-NEW]), sampling) for row in greedy])
+    assert [list(answer.tokens) for (answer,) in answers] == [row[-NEW:] for row in greedy]
+
+
+def check_round_trip(folder: Path, temporary: Path) -> None:
+    """`megajax.convert` to a run and back keeps every byte and every setting."""
+    run, back = temporary / f"{folder.name}_run", temporary / f"{folder.name}_back"
+    conversion.write(conversion.open_source(f"hf:{folder}"), str(run), conversion.Options(), lambda elements: None)
+    conversion.write(conversion.open_source(str(run)), f"hf:{back}", conversion.Options(), lambda elements: None)
+    given, written = (load_file(path / "model.safetensors") for path in (folder, back))
+    assert given.keys() == written.keys()
+    for name, tensor in given.items():
+        assert (tensor.dtype, tensor.shape) == (written[name].dtype, written[name].shape)
+        assert tensor.tobytes() == written[name].tobytes()
+    first, second = (json.loads((path / "config.json").read_text()) for path in (folder, back))
+    assert first == second
 
 
 def pixels_last(images: np.ndarray) -> np.ndarray:

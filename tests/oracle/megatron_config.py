@@ -353,12 +353,10 @@ def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> Optimi
     averages = (given.take("adam_beta1", 0.9), given.take("adam_beta2", 0.999), given.take("adam_eps", 1e-8))
     momentum = given.take("sgd_momentum", 0.9)
     lion = {"beta1": given.take("lion_beta1", 0.95), "beta2": given.take("lion_beta2", 0.98)}
-    given.finish(
-        {
-            *("lr", "min_lr", "weight_decay", "params_dtype", "use_distributed_optimizer", "barrier_with_L1_time"),
-            *("log_num_zeros_in_grad", "use_torch_optimizer_for_cpu_offload"),
-        }
-    )
+    given.finish({
+        "lr", "min_lr", "weight_decay", "params_dtype", "use_distributed_optimizer", "barrier_with_L1_time",
+        "log_num_zeros_in_grad", "use_torch_optimizer_for_cpu_offload",
+    })  # fmt: skip
     if kind == "sgd":
         return SGDConfig(momentum=momentum, **shared)
     if kind == "lion":

@@ -78,16 +78,6 @@ def to_ours(cfg: Any, theirs: Arrays) -> dict[str, np.ndarray]:
     return made
 
 
-def layer_places(cfg: Any) -> list[tuple[str, int, Any]]:
-    """(path, row of its stacked weights, config) of each layer."""
-    places = {
-        layer: (f"stack.blocks.{number}", row, block)
-        for number, (block, layers) in enumerate(cfg.stack.stored())
-        for row, layer in enumerate(layers)
-    }
-    return [places[layer] for layer in sorted(places)]
-
-
 def weight_by_rule(name: str, shape: Iterable[int]) -> np.ndarray:
     """Values that follow from the name: 0.08 * N(0, 1), around 1 for gains; exact in float16, float32 here."""
     values = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape)) * 0.08

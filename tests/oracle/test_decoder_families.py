@@ -1,6 +1,5 @@
 """Decoder families of transformers: logits, loss and greedy tokens, and round trips of both styles of config.json."""
 
-import json
 import shutil
 import tarfile
 from dataclasses import replace
@@ -9,18 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from huggingface_cases import arrays, opened, stored
+from huggingface_cases import arrays, check_greedy_tokens, check_round_trip, opened, stored
 from megatron_cases import FOLDER as ORACLE
 from megatron_run import OneDevice
-from safetensors.numpy import load_file
 
-from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.sampling_settings import Sampling
-from megajax.inference.worker import complete
-from megajax.interop import conversion
 from megajax.interop.formats import open_stored
-from megajax.interop.loading import load, start_engine
-from megajax.interop.origin import Origin, generation_config
 
 FILE = Path(__file__).parent / "decoder_families.tar.xz"
 """Written by make_decoder_families.py."""
@@ -28,8 +20,6 @@ ROOT = ORACLE.parent / "oracle3" / "hf"
 LARGER = [name for name in ("gemma3_text", "glm4_moe", "qwen3_next") if (ROOT / name).exists()]
 TOLERANCE, DELTA_TOLERANCE = 5e-5, 2e-3
 """Gated delta nets amplify: relative noise of 1e-6 in all weights moves logits of transformers by 1e-3."""
-NEW = 8
-"""Tokens of an answer."""
 
 
 @cache
@@ -117,30 +107,14 @@ def test_documents_of_a_row_have_the_logits_of_each_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [*sorted(DEFAULT | STATES), *(f"oracle3 {name}" for name in LARGER)], indirect=True)
 def test_greedy_tokens_of_the_engine(folder: Path) -> None:
-    """From prompts in chunks."""
-    origin = Origin(hf=folder)
-    config: GenerationConfig = generation_config(origin, GenerationConfig).base
-    settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
-    loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
-    io = stored(folder)
-    prompts = io["greedy"][:, :-NEW].tolist()
-    sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-    engine = start_engine(loaded, queue=len(prompts))
-    answers = complete(engine, [(tuple(prompt), sampling) for prompt in prompts])
-    assert [list(answer.tokens) for (answer,) in answers] == io["greedy"][:, -NEW:].tolist()
+    check_greedy_tokens(folder)
 
 
 def test_both_styles_of_config_json_round_trip(folder: Path, tmp_path: Path) -> None:
-    """`megajax.convert` to a run and back: the same model, bytes and settings."""
+    """The same model, bytes and settings."""
     published = tmp_path / "published"
     shutil.copytree(folder, published)
     shutil.copy(folder / "config_published_style.json", published / "config.json")
     assert opened(published).model == opened(folder).model
     for source in (folder, published):
-        run, back = tmp_path / f"{source.name}_run", tmp_path / f"{source.name}_back"
-        conversion.write(conversion.open_source(f"hf:{source}"), str(run), conversion.Options(), lambda _: None)
-        conversion.write(conversion.open_source(str(run)), f"hf:{back}", conversion.Options(), lambda _: None)
-        given, written = (load_file(path / "model.safetensors") for path in (source, back))
-        assert {name: x.tobytes() for name, x in given.items()} == {name: x.tobytes() for name, x in written.items()}
-        configs = [json.loads((path / "config.json").read_text()) for path in (source, back)]
-        assert configs[0] == configs[1]
+        check_round_trip(source, tmp_path)

@@ -31,22 +31,6 @@ def run_of(theirs: dict[str, Any]) -> RunConfig:
     return cfg
 
 
-def memory_setting(cfg: RunConfig, *, data: int, microbatches: int | None) -> MemorySetting:
-    """How a run distributes its model."""
-    parallel = cfg.parallel
-    return MemorySetting(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        data=data,
-        experts=parallel.expert * parallel.tensor,
-        virtual_stages=parallel.virtual_stages,
-        micro_size=cfg.batch.micro_size,
-        microbatches=microbatches,
-        zero1=parallel.data_sharding == "zero1",
-        sequence=bool(parallel.sequence) and cfg.model.recompute == "selective",
-    )
-
-
 @pytest.mark.parametrize("case", cases(CASES))
 def test_operations(case: str) -> None:
     """Of a global batch, of one row, and of packed rows, whose core attention goes by the sum of squared lengths."""
@@ -81,7 +65,7 @@ def test_memory(case: str) -> None:
     run = run_of(theirs)
     stored = theirs["report_theoretical_memory_MB"]
     counts = {"microbatches": stored["num_microbatches"], "data": theirs["data_parallel_size"]}
-    setting = memory_setting(run, **counts)
+    setting = MemorySetting.of(run.parallel, run.model.recompute, micro_size=run.batch.micro_size, **counts)
     actual, dense = memory_report(run.model, setting), without_experts(run.model, theirs["ffn_hidden_size"])
     compare.check("memory", actual.weights, theirs["weight_and_optimizer_bytes"], TOLERANCE, name="of weights")
     expected = stored["weight_optimizer"], stored["activation"], stored["total"]

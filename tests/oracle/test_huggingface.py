@@ -1,32 +1,30 @@
 """Models of transformers, in float32: logits, losses, greedy tokens and a round trip of every checkpoint."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_cases import TOLERANCE, arrays, folders, opened, pixels_last, stored
-from megatron_cases import Comparison, cases, unsupported
+from huggingface_cases import (
+    NEW,
+    TOLERANCE,
+    arrays,
+    check_greedy_tokens,
+    check_round_trip,
+    folders,
+    opened,
+    pixels_last,
+    stored,
+)
+from megatron_cases import Comparison, cases
 from megatron_run import OneDevice
-from safetensors.numpy import load_file
 
-from megajax.config.errors import UserError
-from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.sampling_settings import Sampling
-from megajax.inference.worker import complete
-from megajax.interop import conversion
-from megajax.interop.loading import load, start_engine
-from megajax.interop.origin import Origin, generation_config
 from megajax.layers.param import bind
 from megajax.models.t5.module import EncoderSection
 
 BERT, T5 = ("bert", "megatron-bert"), ("t5", "mt5")
 DECODERS = folders(lambda kind: kind not in (*BERT, *T5, "vit"))
-NEW = 8
-"""Tokens of an answer."""
 
 
 @pytest.mark.parametrize("case", cases(DECODERS))
@@ -50,21 +48,7 @@ def test_decoder(case: str, oracle_dir: Path) -> None:
 
 @pytest.mark.parametrize("case", cases(DECODERS))
 def test_greedy_tokens_of_the_engine(case: str, oracle_dir: Path) -> None:
-    """From prompts in chunks."""
-    origin = Origin(hf=oracle_dir / "hf" / case)
-    config: GenerationConfig = generation_config(origin, GenerationConfig).base
-    settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
-    try:
-        loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
-    except UserError as error:
-        if "cannot generate text" in str(error):
-            unsupported(str(error))
-        raise
-    greedy = stored(oracle_dir / "hf" / case)["greedy"].tolist()
-    sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-    engine = start_engine(loaded, queue=len(greedy))
-    answers = complete(engine, [(tuple(row[:-NEW]), sampling) for row in greedy])
-    assert [list(answer.tokens) for (answer,) in answers] == [row[-NEW:] for row in greedy]
+    check_greedy_tokens(oracle_dir / "hf" / case)
 
 
 def compare_loss(
@@ -156,18 +140,4 @@ def test_vit(case: str, oracle_dir: Path) -> None:
 
 @pytest.mark.parametrize("case", cases(folders(lambda kind: True)))
 def test_a_run_reproduces_the_folder(case: str, oracle_dir: Path, tmp_path: Path) -> None:
-    """`megajax.convert` to a run and back, byte for byte."""
-
-    def advance(elements: int) -> None:
-        del elements
-
-    folder, options = oracle_dir / "hf" / case, conversion.Options()
-    conversion.write(conversion.open_source(f"hf:{folder}"), str(tmp_path / "run"), options, advance)
-    conversion.write(conversion.open_source(str(tmp_path / "run")), f"hf:{tmp_path / 'back'}", options, advance)
-    given, back = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
-    assert given.keys() == back.keys()
-    for name, tensor in given.items():
-        assert (tensor.dtype, tensor.shape) == (back[name].dtype, back[name].shape)
-        assert tensor.tobytes() == back[name].tobytes()
-    configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back")]
-    assert configs[0] == configs[1]
+    check_round_trip(oracle_dir / "hf" / case, tmp_path)

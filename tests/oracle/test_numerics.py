@@ -136,16 +136,9 @@ def noise_of(model: OneDevice) -> set[str]:
 
 
 SLOW = {
-    "gpt_bias_gelu_fusion",
-    "gpt_micro2",
-    "llama_qk_layernorm",
-    "llama_rotary_base500k_scaling",
-    "llama_window8",
-    "moe_group_limited",
-    "moe_seq_aux",
-    "moe_shared_gate",
-    "moe_sigmoid_expert_bias",
-}
+    "gpt_bias_gelu_fusion", "gpt_micro2", "llama_qk_layernorm", "llama_rotary_base500k_scaling", "llama_window8",
+    "moe_group_limited", "moe_seq_aux", "moe_shared_gate", "moe_sigmoid_expert_bias",
+}  # fmt: skip
 """Those that differ from gpt_base and llama_base in a setting or two, which tests of layers compare with formulas."""
 
 
