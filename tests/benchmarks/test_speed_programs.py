@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,17 +15,19 @@ import pytest
 
 from benchmarks import outcome
 from benchmarks.__main__ import main
+from benchmarks.gpu.comparison import measured_figures
 from benchmarks.kernels import attention as attention_cases
 from benchmarks.kernels import cases as kernel_cases
 from benchmarks.kernels import loss as loss_cases
 from benchmarks.kernels import measure as measuring
 from benchmarks.parts import PARTS
 from benchmarks.roofline import roof_of
-from benchmarks.training import processor
+from benchmarks.training import expert_gradients, processor
 from megajax.config import load
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
+from megajax.mesh.mesh import find_devices
 
 ROOT = Path(__file__).parents[2]
 TORCH = os.environ.get("MEGAJAX_TORCH_PYTHON") or (sys.executable if find_spec("torch") else None)
@@ -210,3 +213,82 @@ def test_peers_train_to_the_same_losses(model: str, packages: tuple[str, ...]) -
         pytest.skip(f"that Python has none of {', '.join(packages)}")
     figures = processor.compared(getattr(processor, model)(), Path(TORCH), 2, 1)
     assert figures["equal_work"] and {name.partition(",")[0] for name in figures["ratios"]} == expected
+
+
+CONFIG = ("qwen3_moe.py:debug", "model.stack.repeats=1", "model.hidden=32", "model.sequence_length=32")
+
+
+@pytest.fixture(params=[2, 1])
+def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    for user in ("benchmarks.training.expert_gradients", "megajax.training.resolved"):
+        monkeypatch.setattr(f"{user}.find_devices", lambda: find_devices()[: request.param])
+    return request.param
+
+
+def test_the_way_of_dispatch_is_set_in_every_layer() -> None:
+    cfg = load("deepseek.py:debug").model
+    ragged = expert_gradients.with_way(cfg, "ragged")
+    assert "way='ragged'" in repr(ragged) and "way='auto'" not in repr(ragged)
+    assert expert_gradients.with_way(ragged, "auto") == cfg
+    dense = load("llama3.py:debug")
+    with pytest.raises(UserError, match="no mixture of experts"):
+        next(iter(expert_gradients.expert_gradients(cfg=dense)))
+
+
+def test_different_and_non_finite_gradients_are_reported(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A finite loss with NaN gradients, as publicly reported of ragged exchanges."""
+    values = {"gather": 1.0, "ragged": jnp.nan, "capacity": 1.5}
+
+    def gradients(cfg):
+        (way,) = (way for way in values if f"way='{way}'" in repr(cfg.model))
+        return 2.0, {"a": jnp.ones(4), "b": jnp.full(4, values[way])}
+
+    monkeypatch.setattr(expert_gradients, "gradients", gradients)
+    file = tmp_path / "ways.json"
+    assert main(["expert_gradients", "--config=qwen3_moe.py:debug", f"--json={file}"]) == 1
+    rows = json.loads(file.read_text())["figures"]["rows"]
+    assert [(row["way"], row["worst"], row["right"]) for row in rows] == [
+        ("ragged", "b", False),
+        ("capacity", "b", False),
+    ] * 2
+    assert capsys.readouterr().out.count("WRONG") == 4
+
+
+@pytest.mark.slow
+def test_all_ways_of_dispatch_have_equal_gradients(
+    devices: int, process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(expert_gradients, "TOLERANCES", {"float32": 1e-5})
+    file = tmp_path / "ways.json"
+    argv = [f"--{setting}" for setting in CONFIG[1:]]
+    assert main(["expert_gradients", f"--config={CONFIG[0]}", *argv, f"--json={file}"]) == 0
+    rows = json.loads(file.read_text())["figures"]["rows"]
+    assert [row["way"] for row in rows] == (["ragged", "capacity"] if devices > 1 else [])
+    assert all(row["error"] <= 1e-5 and row["devices"] == 2 for row in rows)
+
+
+def test_only_the_dispatch_differs_between_ways() -> None:
+    cfg = load(*CONFIG).model
+    gather = expert_gradients.with_way(cfg, "gather")
+    assert replace(gather, stack=cfg.stack) == cfg
+
+
+SIZES = ("--model.stack.repeats=1", "--model.hidden=32", "--model.sequence_length=32", "--batch.global_size=4")
+
+
+@pytest.mark.slow
+def test_every_schedule_runs_and_has_the_same_losses(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megajax.training.resolved.find_devices", lambda: find_devices()[:2])
+    out = tmp_path / "schedules.json"
+    main(["schedules", "--config=llama3.py:debug", *SIZES, "--steps=1", f"--json={out}"])
+    figures = json.loads(out.read_text())["figures"]
+    assert list(figures) == ["costs", "default", "measured"]
+    assert figures["costs"]["by"] == "costs" and figures["costs"]["matched"] == 1
+    assert len({tuple(variant["losses"]) for variant in figures.values()}) == 1
+    assert "100.0% of the names, taken: costs" in capsys.readouterr().out
+    compared = measured_figures("schedules", figures)
+    assert set(compared) == {"default over costs", "measured over costs", "share of names"}
