@@ -1,4 +1,4 @@
-"""The chunked, sharded loss, with label smoothing and z-loss, against a plain log-softmax and its derivative."""
+"""The chunked, sharded loss, with label smoothing, z-loss and a soft cap, against a plain log-softmax."""
 
 from typing import Any
 
@@ -10,7 +10,14 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from megajax.kernels.cross_entropy import CROSS_ENTROPY, Objective, VocabularyShard, loss_and_gradients, token_losses
+from megajax.kernels.cross_entropy import (
+    CROSS_ENTROPY,
+    Objective,
+    VocabularyShard,
+    loss_and_gradients,
+    token_losses,
+    token_scores,
+)
 
 TOKENS, HIDDEN, ROWS, SIZE = 23, 5, 24, 17
 """24 rows of the table, 17 in use: of four shards the last is all padding and the third partly."""
@@ -20,6 +27,8 @@ OBJECTIVES = {
     "smoothed": Objective(label_smoothing=0.1),
     "z": Objective(z_loss=0.03),
     "both": Objective(label_smoothing=0.3, z_loss=0.01),
+    "capped": Objective(logit_cap=1.5),
+    "all": Objective(label_smoothing=0.1, z_loss=0.01, logit_cap=1.5),
 }
 
 
@@ -41,6 +50,8 @@ def inputs() -> dict[str, np.ndarray]:
 def plain(objective: Objective, x: Any, table: Any, labels: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
     """(what is minimised, losses by name): the target as a distribution over the ids in use."""
     logits = x @ table[:SIZE].T
+    if objective.logit_cap is not None:
+        logits = objective.logit_cap * jnp.tanh(logits / objective.logit_cap)
     log_p = jax.nn.log_softmax(logits)
     rest = objective.label_smoothing / (SIZE - 1)
     hit = labels[:, None] == np.arange(SIZE)
@@ -80,13 +91,17 @@ def check(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("name", "chunk"), [("plain", 1), ("plain", 100), ("smoothed", 5), ("z", 5), ("both", 5), ("both", TOKENS)]
+    ("name", "chunk"),
+    [("plain", 1), ("plain", 100), ("smoothed", 5), ("z", 5), ("both", 5), ("both", TOKENS), ("capped", 5), ("all", 5)],
 )
 def test_any_chunk_gives_the_plain_loss_and_gradients(inputs, name, chunk):
     objective = OBJECTIVES[name]
     sums, dx, dtable, *_ = loss_and_gradients(**inputs, shard=WHOLE, objective=objective, chunk=chunk)
-    losses = token_losses(inputs["x"], inputs["table"], inputs["targets"], WHOLE, objective, chunk=chunk)
+    arrays = inputs["x"], inputs["table"], inputs["targets"]
+    losses = token_losses(*arrays, WHOLE, objective, chunk=chunk)
     check((sums, dx, dtable), objective, inputs, losses)
+    scores, _ = token_scores(*arrays, WHOLE, chunk=chunk, cap=objective.logit_cap)
+    np.testing.assert_allclose(-scores[5:], losses["loss"][5:], atol=1e-5)
 
 
 def test_a_bias_is_a_column_of_the_table_times_ones(inputs):
