@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recurrences import check_gradients, check_isolation
 
 from megajax.kernels.ssm.chunks import runs_of
 from megajax.kernels.ssm.gated_delta import (
@@ -111,44 +112,16 @@ def test_decays_by_channel_match_a_float64_loop():
 @pytest.mark.slow
 @pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_of_chunks_equal_those_of_the_recurrence(repeated):
-    arrays, ids = inputs(70, repeated=repeated), segments(70)
-    rng = np.random.default_rng(3)
-    weights = [rng.normal(size=shape).astype(np.float32) for shape in (arrays["v"].shape, arrays["state"].shape)]
-
-    def loss(arrays, of, **options):
-        outputs = ruled(arrays, ids, of, **options)
-        return sum(jnp.sum(weight * out) for weight, out in zip(weights, outputs, strict=True))
-
-    expected = jax.jit(jax.grad(partial(loss, of=gated_delta_reference)))(arrays)
-    actual = jax.jit(jax.grad(partial(loss, of=gated_delta, chunk=32)))(arrays)
-    for name in DIFFERENTIATED:
-        scale = np.abs(expected[name]).max()
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+    run = partial(ruled, ids=segments(70))
+    chunks, recurrence = partial(run, of=gated_delta, chunk=32), partial(run, of=gated_delta_reference)
+    check_gradients(inputs(70, repeated=repeated), "v", chunks, recurrence)
 
 
 def test_a_document_is_bitwise_independent_of_its_neighbours():
-    """Values and gradients of positions 20 to 44 of 70, between other documents and borders."""
-    arrays, document = inputs(70), slice(20, 45)
-    ids = np.array([[1] * 20 + [2] * 25 + [3] * 25] * ROWS, np.int32)
-    other_ids = np.array([[5] * 7 + [6] * 13 + [2] * 25 + [9] * 3 + [1] * 22] * ROWS, np.int32)
-    altered = dict(arrays)
-    for name in MOVING:
-        changed = np.flip(arrays[name], axis=1) * (1 if name in ("k", "beta") else 100)
-        altered[name] = np.where(other_ids.reshape(*ids.shape, *[1] * (changed.ndim - 2)) == 2, arrays[name], changed)
+    def run(arrays, ids):
+        return ruled(arrays, ids, gated_delta, chunk=32)[0]
 
-    @jax.jit
-    def results(arrays, ids):
-        def loss(differentiated):
-            y, _ = ruled(arrays | differentiated, ids, gated_delta, chunk=32)
-            return jnp.sum(jnp.sin(y)), y
-
-        grads, y = jax.grad(loss, has_aux=True)({name: arrays[name] for name in MOVING})
-        return grads | {"y": y}
-
-    original, another = results(arrays, ids), results(altered, other_ids)
-    for name, value in original.items():
-        np.testing.assert_array_equal(value[:, document], another[name][:, document], err_msg=name)
-        assert np.any(value[:, :20] != another[name][:, :20])
+    check_isolation(inputs(70), MOVING, run, {"k": 1, "beta": 1})
 
 
 def test_steps_of_one_position_equal_the_recurrence():

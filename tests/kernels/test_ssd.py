@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recurrences import check_gradients, check_isolation
 
 from megajax.kernels.ssm.chunks import runs_of
 from megajax.kernels.ssm.selective_scan import SelectiveScan, selective_scan
@@ -70,20 +71,8 @@ def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated):
 
 
 def test_gradients_of_chunks_equal_those_of_the_recurrence():
-    arrays, ids = inputs(70), segments(70)
-    rng = np.random.default_rng(3)
-    weights = [rng.normal(size=shape).astype(np.float32) for shape in (arrays["x"].shape, arrays["state"].shape)]
-
-    def loss(arrays, of, **options):
-        return sum(
-            jnp.sum(weight * out) for weight, out in zip(weights, scanned(arrays, ids, of, **options), strict=True)
-        )
-
-    expected = jax.jit(jax.grad(partial(loss, of=ssd_reference)))(arrays)
-    actual = jax.jit(jax.grad(partial(loss, of=ssd, chunk=32)))(arrays)
-    for name in DIFFERENTIATED:
-        scale = np.abs(expected[name]).max()
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+    run = partial(scanned, ids=segments(70))
+    check_gradients(inputs(70), "x", partial(run, of=ssd, chunk=32), partial(run, of=ssd_reference))
 
 
 def test_large_decays_cost_no_accuracy():
@@ -94,28 +83,10 @@ def test_large_decays_cost_no_accuracy():
 
 
 def test_a_document_is_bitwise_independent_of_its_neighbours():
-    """Values and gradients of positions 20 to 44 of 70, between other documents, borders and steps."""
-    arrays, document = inputs(70), slice(20, 45)
-    ids = np.array([[1] * 20 + [2] * 25 + [3] * 25] * ROWS, np.int32)
-    other_ids = np.array([[5] * 7 + [6] * 13 + [2] * 25 + [9] * 3 + [1] * 22] * ROWS, np.int32)
-    altered = {name: value.copy() for name, value in arrays.items()}
-    for name in ("x", "dt", "b", "c"):
-        changed = np.flip(arrays[name], axis=1) * 100
-        altered[name] = np.where(other_ids.reshape(*ids.shape, *[1] * (changed.ndim - 2)) == 2, arrays[name], changed)
+    def run(arrays, ids):
+        return scanned(arrays, ids, ssd, chunk=32)[0]
 
-    @jax.jit
-    def results(arrays, ids):
-        def loss(differentiated):
-            y, _ = scanned(arrays | differentiated, ids, ssd, chunk=32)
-            return jnp.sum(jnp.sin(y)), y
-
-        grads, y = jax.grad(loss, has_aux=True)({name: arrays[name] for name in ("x", "dt", "b", "c")})
-        return grads | {"y": y}
-
-    original, another = results(arrays, ids), results(altered, other_ids)
-    for name, value in original.items():
-        np.testing.assert_array_equal(value[:, document], another[name][:, document], err_msg=name)
-        assert np.any(value[:, :20] != another[name][:, :20])
+    check_isolation(inputs(70), ("x", "dt", "b", "c"), run, {})
 
 
 def test_steps_of_one_position_equal_the_recurrence():
