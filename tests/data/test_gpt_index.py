@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
@@ -40,12 +40,16 @@ def walk(lengths: list[int], sequence_length: int, extra: int, rows: int) -> lis
     rows=st.none() | st.integers(0, 60),
     extra=st.integers(0, 1),
     drop_last=st.booleans(),
+    chunk=st.sampled_from([1, 2, 5]),
 )
-def test_equals_a_walk(lengths: list[int], sequence_length: int, rows: int | None, extra: int, drop_last: bool) -> None:
-    request = IndexRequest(
-        first=0, last=len(lengths), rows=rows, sequence_length=sequence_length, seed=7, extra=extra, drop_last=drop_last
-    )
-    sizes, total = np.array(lengths, np.int32), sum(lengths)
+@example(lengths=[5, 5], sequence_length=4, rows=None, extra=1, drop_last=True, chunk=2)
+def test_equals_a_walk_in_chunks_of_any_size(
+    lengths: list[int], sequence_length: int, rows: int | None, extra: int, drop_last: bool, chunk: int
+) -> None:
+    """Borders of chunks are at empty documents, at ends of rows and inside of documents."""
+    options = {"sequence_length": sequence_length, "extra": extra, "drop_last": drop_last}
+    request = IndexRequest(first=1, last=len(lengths) + 1, rows=rows, seed=7, **options)
+    sizes, total = np.array([3, *lengths, 4], np.int32), sum(lengths)
     if not total:
         with pytest.raises(UserError, match="with 0 tokens"):
             build_index(sizes, request, "x")
@@ -57,24 +61,13 @@ def test_equals_a_walk(lengths: list[int], sequence_length: int, rows: int | Non
     expected = stream // sequence_length if drop_last else -(-stream // sequence_length)
     assert len(index.shuffle) == expected >= (rows or 0)
     assert sorted(index.shuffle.tolist()) == list(range(expected))
-    order = [lengths[document] for document in index.documents.tolist()]
+    order = sizes[index.documents].tolist()
     assert list(map(tuple, index.samples.tolist())) == walk(order, sequence_length, extra, expected)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-@pytest.mark.parametrize("extra", [0, 1])
-def test_chunks_do_not_change_an_index(monkeypatch: pytest.MonkeyPatch, chunk: int, extra: int) -> None:
-    """Borders of chunks at empty documents, at ends of rows and inside of documents."""
-    draw = np.random.default_rng(chunk)
-    for rows, drop_last in ((None, True), (None, False), (40, True), (11, False)):
-        lengths = draw.integers(0, 9, 13).astype(np.int32)
-        wanted = IndexRequest(first=1, last=12, rows=rows, sequence_length=4, seed=3, extra=extra, drop_last=drop_last)
-        whole = build_index(lengths, wanted, "x")
-        monkeypatch.setattr(index_module, "CHUNK", chunk)
-        for part, expected in zip(build_index(lengths, wanted, "x"), whole, strict=True):
-            np.testing.assert_array_equal(part, expected)
-            assert part.dtype == expected.dtype
-        monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "CHUNK", chunk)
+        for part, whole in zip(build_index(sizes, request, "x"), index, strict=True):
+            np.testing.assert_array_equal(part, whole)
+            assert part.dtype == whole.dtype
 
 
 def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +101,6 @@ def test_a_separate_last_epoch_stays_last() -> None:
     index = build_index(np.full(10, 10, np.int32), request(10), "x")
     assert sorted(index.documents[:10].tolist()) == list(range(10)) == sorted(index.documents[10:].tolist())
     assert sorted(index.shuffle[:9].tolist()) == list(range(9))
-
-
-def test_exact_fit_starts_on_the_last_token() -> None:
-    """Two documents of 5 tokens, rows of 4 + 1: the first row fits the first document, the second starts in it."""
-    request = IndexRequest(first=0, last=2, rows=None, sequence_length=4, seed=0)
-    assert build_index(np.array([5, 5], np.int32), request, "x").samples.tolist() == [[0, 0], [0, 4], [1, 3]]
 
 
 def test_errors_name_split_and_numbers(tmp_path: Path) -> None:
