@@ -85,16 +85,10 @@ MNLI = "index\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"
 
 
 def test_columns_follow_the_header(word_tokenizer, tmp_path):
-    write_text(
-        tmp_path / "train.tsv", MNLI + '0\tx\t"the cat\tthe dogs\tneutral\tentailment\n1\tx\ta\tcat\tneutral\t-\n'
-    )
-    splits = glue.build_splits(
-        GlueConfig(task="mnli", path=str(tmp_path)),
-        tokenizer=word_tokenizer,
-        schema=schema(12, classes=3),
-        rows=Rows(5),
-        seed=1,
-    )
+    lines = '0\tx\t"the cat\tthe dogs\tneutral\tentailment\n1\tx\ta\tcat\tneutral\t-\n'
+    write_text(tmp_path / "train.tsv", MNLI + lines)
+    config, reads = GlueConfig(task="mnli", path=str(tmp_path)), schema(12, classes=3)
+    splits = glue.build_splits(config, tokenizer=word_tokenizer, schema=reads, rows=Rows(5), seed=1)
     row = splits.train[0]
     quote = [WORDS.index("[UNK]")]
     assert row["tokens"][:9].tolist() == [CLS, *quote, *ids("the cat"), SEP, *ids("the dog ##s"), SEP]
@@ -116,72 +110,68 @@ def test_every_task_reads_the_files_of_its_form(word_tokenizer, tmp_path):
     assert (tmp_path / "cola" / "train.tsv").read_text().count("\t\t\n") == 0
 
 
-def test_acceptability_has_no_header_and_paraphrases_a_byte_order_mark(word_tokenizer, tmp_path):
-    write_text(tmp_path / "cola/train.tsv", "gj04\t1\t\tthe cat sat .\ngj04\t0\t*\tsat the .\n")
-    config = GlueConfig(task="cola", path=str(tmp_path / "cola"))
-    examples = glue.read_file(config, "train.tsv", word_tokenizer, schema(12), labelled=True)
-    assert [(item.first, item.second, item.label) for item in examples.items] == [
-        ("the cat sat .", None, 1),
-        ("sat the .", None, 0),
-    ]
-    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
-    write_text(tmp_path / "mrpc/train.tsv", header + "1\t7\t8\tthe cat\ta cat\r\n")
-    config = GlueConfig(task="mrpc", path=str(tmp_path / "mrpc"))
-    (item,) = glue.read_file(config, "train.tsv", word_tokenizer, schema(12), labelled=True).items
-    assert (item.first, item.second, item.label) == ("the cat", "a cat", 1)
+def read_glue(task: str, text: str, tokenizer, folder: Path):
+    """The labelled examples of a file."""
+    write_text(folder / "train.tsv", text)
+    return glue.read_file(GlueConfig(task=task, path=str(folder)), "train.tsv", tokenizer, schema(12), labelled=True)
+
+
+ACCEPTABILITY = "gj04\t1\t\tthe cat sat .\ngj04\t0\t*\tsat the .\n"
+PARAPHRASES = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t7\t8\tthe cat\ta cat\r\n"
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "expected"),
+    [
+        ("cola", ACCEPTABILITY, [("the cat sat .", None, 1), ("sat the .", None, 0)]),
+        ("mrpc", PARAPHRASES, [("the cat", "a cat", 1)]),
+    ],
+)
+def test_acceptability_has_no_header_and_paraphrases_a_byte_order_mark(task, text, expected, word_tokenizer, tmp_path):
+    examples = read_glue(task, text, word_tokenizer, tmp_path)
+    assert [(item.first, item.second, item.label) for item in examples.items] == expected
 
 
 def test_malformed_rows_of_questions_are_counted(word_tokenizer, tmp_path):
-    lines = [
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
-        "0\t1\t2\twho ?\tthe cat ?\t1",
-        "1\t2\t3\twho",
-        "ran?\t0",
-    ]
-    lines.append("2\t3\t4\t\twho ?\t0")
-    write_text(tmp_path / "train.tsv", "\n".join(lines))
-    config = GlueConfig(task="qqp", path=str(tmp_path))
-    examples = glue.read_file(config, "train.tsv", word_tokenizer, schema(12), labelled=True)
+    header, line = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "0\t1\t2\twho ?\tthe cat ?\t1"
+    malformed = ["1\t2\t3\twho", "ran?\t0", "2\t3\t4\t\twho ?\t0"]
+    examples = read_glue("qqp", "\n".join([header, line, *malformed]), word_tokenizer, tmp_path)
     assert len(examples) == 1 and dict(examples.skipped) == {"malformed": 3}
+
+
+LABELLED, SCORED = (f"index\tsentence1\tsentence2\t{name}\n" for name in ("label", "score"))
 
 
 @pytest.mark.parametrize(
     ("task", "text", "message"),
     [
-        ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\n", r"train.tsv, line 2: has 3 columns .* expected 4"),
-        ("rte", "index\tsentence1\tsentence_2\tlabel\n", r"line 1: no column 'sentence2'.*did you mean sentence_2"),
-        (
-            "rte",
-            "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n",
-            r"line 2: label 'maybe', expected one of entail",
-        ),
-        ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\t \tentailment\n", r"line 2: a text is empty"),
-        ("rte", "index\tsentence1\tsentence2\tlabel\n", r"has no examples of rte"),
-        (
-            "stsb",
-            "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.1\n",
-            r"line 2: score '5.1', expected a number from 0",
-        ),
-        ("stsb", "index\tsentence1\tsentence2\tscore\n0\ta\tb\tnan\n", r"line 2: score 'nan'"),
+        ("rte", LABELLED + "0\ta\tb\n", r"train.tsv, line 2: has 3 columns .* expected 4"),
+        ("rte", LABELLED.replace("e2", "e_2"), r"line 1: no column 'sentence2'.*did you mean sentence_2"),
+        ("rte", LABELLED + "0\ta\tb\tmaybe\n", r"line 2: label 'maybe', expected one of entail"),
+        ("rte", LABELLED + "0\ta\t \tentailment\n", r"line 2: a text is empty"),
+        ("rte", LABELLED, r"has no examples of rte"),
+        ("stsb", SCORED + "0\ta\tb\t5.1\n", r"line 2: score '5.1', expected a number from 0"),
+        ("stsb", SCORED + "0\ta\tb\tnan\n", r"line 2: score 'nan'"),
     ],
 )
 def test_errors_name_the_file_and_line(task, text, message, word_tokenizer, tmp_path):
-    write_text(tmp_path / "train.tsv", text)
     with pytest.raises(UserError, match=message):
-        glue.read_file(
-            GlueConfig(task=task, path=str(tmp_path)), "train.tsv", word_tokenizer, schema(12), labelled=True
-        )
+        read_glue(task, text, word_tokenizer, tmp_path)
 
 
 def test_missing_files_and_other_numbers_of_classes_are_refused(word_tokenizer, tmp_path):
-    config = GlueConfig(task="rte", path=str(tmp_path))
+    def build(classes: int) -> None:
+        reads = schema(12, classes=classes)
+        config = GlueConfig(task="rte", path=str(tmp_path))
+        glue.build_splits(config, tokenizer=word_tokenizer, schema=reads, rows=Rows(1), seed=1)
+
     with pytest.raises(UserError, match=r"train.tsv: cannot be read: No such file.*data.path"):
-        glue.build_splits(config, tokenizer=word_tokenizer, schema=schema(12, classes=2), rows=Rows(1), seed=1)
+        build(2)
     with pytest.raises(UserError, match=r"rte has 2 classes, .*; model.head.classes is 3"):
-        glue.build_splits(config, tokenizer=word_tokenizer, schema=schema(12, classes=3), rows=Rows(1), seed=1)
+        build(3)
     (tmp_path / "train.tsv").write_bytes(b"index\xff")
     with pytest.raises(UserError, match=r"train.tsv: byte 5 is not UTF-8"):
-        glue.build_splits(config, tokenizer=word_tokenizer, schema=schema(12, classes=2), rows=Rows(1), seed=1)
+        build(2)
 
 
 ARTICLE = {
@@ -205,11 +195,8 @@ def test_options_fill_the_gap_or_follow_the_question(word_tokenizer, tmp_path):
     assert examples[1]["tokens"][3][:12].tolist() == [CLS, *ids("the the sat the ."), *tail]
     assert row["labels"] == 1 and row["segment_ids"].sum(-1).tolist() == [11, 11, 12, 13]
     short = RaceConfig(path=str(tmp_path), longest_question=2)
-    assert race.read_split(short, "train", word_tokenizer, schema(20, choices=4))[0]["tokens"][0][:4].tolist() == [
-        CLS,
-        *ids("who ran"),
-        SEP,
-    ]
+    row = race.read_split(short, "train", word_tokenizer, schema(20, choices=4))[0]
+    assert row["tokens"][0][:4].tolist() == [CLS, *ids("who ran"), SEP]
 
 
 @pytest.mark.parametrize(
@@ -242,12 +229,8 @@ def test_unsuitable_folders_and_models(word_tokenizer, tmp_path):
 
 
 def questions(*questions_and_answers: dict, context: str) -> str:
-    return json.dumps(
-        {
-            "version": "v2.0",
-            "data": [{"title": "t", "paragraphs": [{"context": context, "qas": questions_and_answers}]}],
-        }
-    )
+    paragraph = {"context": context, "qas": questions_and_answers}
+    return json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": [paragraph]}]})
 
 
 def question(identifier: str, answer: str | None, start: int = 0) -> dict:
@@ -268,12 +251,8 @@ def test_windows_cover_a_paragraph_and_know_their_answers(word_tokenizer, tmp_pa
     row = examples[1]
     assert row["tokens"].tolist() == [CLS, *ids("who ?"), SEP, *ids("the dog ##s ran ."), SEP]
     assert row["token_types"].tolist() == [0] * 4 + [1] * 6
-    assert [(int(examples[n]["starts"]), int(examples[n]["ends"])) for n in range(4)] == [
-        (0, 0),
-        (5, 6),
-        (0, 0),
-        (0, 0),
-    ]
+    assert [int(examples[n]["starts"]) for n in range(4)] == [0, 5, 0, 0]
+    assert [int(examples[n]["ends"]) for n in range(4)] == [0, 6, 0, 0]
     spans = windows[0].question.paragraph.spans
     assert context[spans[4][0] : spans[5][1]] == "dogs"
 
@@ -302,11 +281,8 @@ def test_synthetic_files_are_written_once_and_read(word_tokenizer, tmp_path):
     config = MockRaceConfig(path=str(tmp_path))
     assert len(race.read_split(config, "validation", word_tokenizer, schema(40, choices=4))) == 80
     assert config.folder() == tmp_path / "race" and not list(tmp_path.glob("tmp*"))
-    for version in ("1.1", "2.0"):
-        examples = squad.read_split(
-            MockSquadConfig(path=str(tmp_path), version=version), "train", word_tokenizer, schema(40)
-        )
-        assert {bool(window.question.answers) for window in examples.items} == (
-            {True} if version == "1.1" else {True, False}
-        )
+    for version, answered in (("1.1", {True}), ("2.0", {True, False})):
+        config = MockSquadConfig(path=str(tmp_path), version=version)
+        examples = squad.read_split(config, "train", word_tokenizer, schema(40))
+        assert {bool(window.question.answers) for window in examples.items} == answered
         assert not examples.skipped["answer not at its place"]
