@@ -18,35 +18,36 @@ def moved(states: dict[int, Status]) -> dict[int, Status]:
 STEP = Status(5, "step", 7, 21.0, -1.0)
 
 
-def test_a_process_behind_the_others_is_the_cause():
-    before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
-    verdict = find_cause(0, before, moved(before), 3)
-    assert (verdict.process, verdict.patience) == (1, 0.0)
-    assert (
-        verdict.explanation == "process 1 has not entered step 7: it has been waiting for the rows of step 7 for 21 s"
-    )
+LATE = Status(9, "data_wait", 7, 21.0, -1.0)
+WAITS_FOR_ROWS = "process 1 has not entered step 7: it has been waiting for the rows of step 7 for 21 s"
+NOBODY = "all processes are equally far: a collective or a device does not answer"
+SAVES = STEP._replace(background=Status(5, "background_save", 6))
+STOPPED = Status(9, "step", 8)
+CAUSES = {
+    "behind the others": (0, [STEP, LATE, STEP], {}, 1, WAITS_FOR_ROWS),
+    "the one that asks": (1, [STEP, LATE, STEP], {}, 1, "the other processes wait for this one"),
+    "no longer publishes": (
+        *(0, [STEP, STOPPED, Status(5, "data_wait", 7, 3.0, -1.0)]),
+        *({1: STOPPED}, 1, "process 1 no longer runs; it was in step 8"),
+    ),
+    "never published": (0, [STEP], {}, 1, "process 1 no longer runs"),
+    "no background save for a step": (0, [STEP, SAVES], {}, None, NOBODY),
+    "nobody": (0, [STEP, STEP], {}, None, NOBODY),
+}
+"""Who asks, the states before, those that do not move, and the cause with its explanation."""
 
 
-def test_a_process_that_hangs_itself_reports_that_others_wait():
-    before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
-    verdict = find_cause(1, before, moved(before), 3)
-    assert (verdict.process, verdict.explanation) == (1, "the other processes wait for this one")
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_cause_of_a_hang(case):
+    local, states, unmoved, process, explanation = CAUSES[case]
+    before = dict(enumerate(states))
+    cause = find_cause(local, before, moved(before) | unmoved, max(2, len(states)))
+    assert cause == (process, explanation, 0.0, False)
 
 
 def test_a_process_within_its_own_limit_is_waited_for():
     before = {0: STEP, 1: Status(9, "compile", 6, 21.0, 900.0)}
     assert find_cause(0, before, moved(before), 2).patience == 900.0
-
-
-def test_a_process_that_stops_publishing_is_the_cause():
-    before = {0: STEP, 1: Status(9, "step", 8), 2: Status(5, "data_wait", 7, 3.0, -1.0)}
-    verdict = find_cause(0, before, moved(before) | {1: before[1]}, 3)
-    assert verdict.process == 1 and verdict.explanation == "process 1 no longer runs; it was in step 8"
-
-
-def test_a_process_that_never_published_is_the_cause():
-    before = {0: STEP}
-    assert find_cause(0, before, moved(before), 2).process == 1
 
 
 def test_the_first_failure_is_the_cause_and_later_ones_are_not():
@@ -90,10 +91,7 @@ def test_stages_of_the_start_and_the_setup_name_the_late_process(late, waiting):
 def test_a_background_save_that_others_wait_for(phase):
     """The main threads wait for the previous save, and a late step is unrelated to it."""
     saving = Status(5, "background_save", 6, 20.0, -1.0)
-    before = {
-        0: Status(5, phase, 9, background=saving._replace(waits=True)),
-        1: Status(5, phase, 9, background=saving),
-    }
+    before = {0: Status(5, phase, 9, background=saving._replace(waits=True)), 1: Status(5, phase, 9, background=saving)}
     for local in (0, 1):
         assert find_cause(local, before, moved(before), 2).process == 1
     late = before | {0: Status(5, "data_wait", 7, background=before[0].background)}
@@ -102,20 +100,9 @@ def test_a_background_save_that_others_wait_for(phase):
     assert text == "process 1 has been writing the checkpoint of step 6 for 20 s"
 
 
-def test_a_background_save_is_not_blamed_for_a_step():
-    before = {0: STEP, 1: STEP._replace(background=Status(5, "background_save", 6))}
-    assert find_cause(0, before, moved(before), 2).process is None
-
-
 def test_a_status_is_read_as_published():
     status = Status(5, "save", 9, stage=Stage.DATA, cause=1, background=Status(5, "background_save", 6, waits=True))
     assert Status.parse(json.dumps(status)) == status
-
-
-def test_nobody_is_blamed_where_all_are_at_the_same_position():
-    before = {0: STEP, 1: STEP}
-    verdict = find_cause(0, before, moved(before), 2)
-    assert verdict.process is None and "all processes are equally far" in verdict.explanation
 
 
 @pytest.mark.parametrize(

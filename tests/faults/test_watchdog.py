@@ -67,13 +67,23 @@ def test_between_phases_nothing_hangs():
     assert hands.wait(1000) is None
 
 
-def test_long_steps_have_a_long_limit():
-    hands = Hands(factor=3.0)
-    hands.lasts("step", 15.0, steps=5)
-    with hands.activity.phase("step", 6):
-        assert hands.wait(45.0) is None
-        hang = hands.wait(10.0)
-    assert hang is not None and hang.limit == 45.0
+LIMITS = {
+    "long steps": ({"factor": 3.0}, ("step", 15.0, 5), "step", 45.0, "step"),
+    "a compilation within a step": ({"compiles": True}, ("step", 1.0, 3), "compile", 100.0, "compile"),
+    "a phase of another name": ({"other": 50.0}, ("hash", 1.0, 1), "hash", 50.0, "other"),
+}
+"""Settings, what came before, and the phase that hangs, with its limit and where that is set."""
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_limit_of_a_phase(case):
+    settings, before, phase, limit, setting = LIMITS[case]
+    hands = Hands(**settings)
+    hands.lasts(*before)
+    with hands.activity.phase(before[0], 7):
+        assert hands.wait(limit) is None
+        hang = hands.wait(5.0)
+    assert hang is not None and (hang.phase, hang.limit, hang.setting) == (phase, limit, setting)
 
 
 def test_a_step_is_its_dispatch_and_its_fetch():
@@ -96,15 +106,6 @@ def test_the_first_of_each_phase_may_last_as_long_as_a_compilation_elsewhere():
         assert hands.wait(99.0) is None
         hang = hands.wait(5.0)
     assert hang is not None and hang.setting == "compile"
-
-
-def test_a_compilation_within_a_phase_has_the_limit_of_compilations():
-    hands = Hands(compiles=True)
-    hands.lasts("step", 1.0, steps=3)
-    with hands.activity.phase("step", 7):
-        assert hands.wait(99.0) is None
-        hang = hands.wait(5.0)
-    assert hang is not None and (hang.phase, hang.setting) == ("compile", "compile")
 
 
 def test_parts_of_an_evaluation_are_progress():
@@ -207,14 +208,6 @@ def test_other_threads_are_watched_too():
     over.set()
     thread.join()
     assert hang is not None and (hang.phase, hang.step, hang.limit) == ("background_save", 5, 40.0)
-
-
-def test_a_phase_of_another_name_has_a_limit():
-    hands = Hands(other=50.0)
-    hands.lasts("hash", 1.0)
-    with hands.activity.phase("hash", 7):
-        hang = hands.wait(1000.0)
-    assert hang is not None and (hang.limit, hang.setting) == (50.0, "other")
 
 
 def test_healthy_runs_have_no_alarm_by_default():
