@@ -80,17 +80,10 @@ def test_an_unavailable_file_system_is_not_silence(gang):
     assert gang.watch.hang(set()) is None
 
 
-def test_a_process_that_waits_for_the_end_of_others_may_be_silent(gang):
-    for phase in ("finish", None):
-        gang.beat(1, phase=phase)
-        gang.beat(0)
-        assert gang.after(1.0) is None
-        gang.beat(0)
-        assert gang.after(100.0) is None
-
-
-def test_a_process_that_recorded_why_it_ends_may_be_silent(gang):
-    gang.beat(1, failure="full disk", code=1)
+@pytest.mark.parametrize("last", [{"phase": "finish"}, {"phase": None}, {"failure": "full disk", "code": 1}], ids=str)
+def test_a_process_at_its_end_may_be_silent(gang, last):
+    """It waits for the end of the others, or has recorded why it ends."""
+    gang.beat(1, **last)
     assert gang.after(1.0) is None
     gang.beat(0)
     assert gang.after(100.0) is None

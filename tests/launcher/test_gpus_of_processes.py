@@ -38,10 +38,22 @@ def test_one_process_for_each_visible_gpu_is_the_default(start, tmp_path):
     assert places(gang) == [[[0], ONE], [[1], ONE]]
 
 
-def test_more_processes_than_gpus_end_with_one_message(start, tmp_path):
-    gang = launch(start, tmp_path, 1, "--processes=2", "--max-restarts=3")
-    assert gang.wait() == 2
-    assert "has 2 processes and 1 visible GPU, but each process needs one: start 1 there" in gang.text
+REFUSED = {
+    "more processes than GPUs": (
+        *(1, ["--processes=2", "--max-restarts=3"], {}),
+        "has 2 processes and 1 visible GPU, but each process needs one: start 1 there",
+    ),
+    "not divisible": (4, ["--devices-per-process=3"], {}, "--devices-per-process=3 does not divide 4 visible GPUs"),
+    "on the CPU": (4, [], {"JAX_PLATFORMS": "cpu"}, "--processes: must be given where no GPU is visible"),
+}
+"""GPUs, flags, variables and the message."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_numbers_that_do_not_fit_end_with_one_message(start, tmp_path, case):
+    gpus, flags, variables, message = REFUSED[case]
+    gang = launch(start, tmp_path, gpus, *flags, **variables)
+    assert gang.wait() == 2 and message in gang.text
     assert "Traceback" not in gang.text and "restart 1" not in gang.text
 
 
@@ -52,17 +64,6 @@ def test_two_gpus_for_each_of_two(start, tmp_path):
     assert "4 visible GPUs, so 2 processes with 2 GPUs each" in gang.text
     # JAX_LOCAL_DEVICE_IDS of each gives its GPUs; jax reads it.
     assert places(gang) == [[None, "NCCL_LAUNCH_MODE=PARALLEL (environment)"]] * 2
-
-
-def test_indivisible_GPUs(start, tmp_path):
-    gang = launch(start, tmp_path, 4, "--devices-per-process=3")
-    assert gang.wait() == 2
-    assert "--devices-per-process=3 does not divide 4 visible GPUs" in gang.text
-
-
-def test_a_launcher_on_the_CPU_asks_for_a_number(start, tmp_path):
-    gang = launch(start, tmp_path, 4, JAX_PLATFORMS="cpu")
-    assert gang.wait() == 2 and "--processes: must be given where no GPU is visible" in gang.text
 
 
 @pytest.mark.slow

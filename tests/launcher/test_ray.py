@@ -17,12 +17,11 @@ from gangs import CONFIG, free_port
 from run_folder import events
 from waiting import wait_until
 
-from megajax import evaluate, generate
+from megajax import evaluate, generate, launch
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.data.preprocessing.options import Preprocessing
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.text.indexed_dataset import index_path, tokens_path
-from megajax.launch import main
 from megajax.launcher.ray_processes import Place, RayProcesses, RemoteProcess
 from megajax.mesh.processes import ray_pool
 from megajax.mesh.processes.ray_pool import LostTooOften, RayPool
@@ -220,11 +219,17 @@ def refuse():
         (generate, ["--prompts=a", "--replicas=2"], "--replicas: has no meaning without --ray"),
         (evaluate, ["--tasks=text:a", "--ray=auto", "--replicas=0"], "--replicas: must be at least 1, got 0"),
         (evaluate, ["--tasks=text:a", "--ray=auto", "--cache=false"], "--cache: is false, but replicas exchange"),
+        (launch, ["--ray=auto"], "--processes: must be given with --ray"),
+        (launch, ["--ray=auto", "--processes=0"], "must be at least 1, got 0"),
+        (launch, ["--ray=auto", "--processes=2", "--scheduler"], "--scheduler: has no meaning with --ray"),
+        (launch, ["--ray=auto", "--processes=2", "--machines=2"], "--machines"),
+        (launch, ["--ray=auto", "--processes=2", "--min-processes=1"], "--min-processes"),
     ],
 )
-def test_flags_that_do_not_fit_replicas_are_refused(verb, flags, word):
+def test_flags_that_do_not_fit_are_refused(verb, flags, word):
+    arguments = [*flags, "--", "python", "-m", "megajax.train"] if verb is launch else ["--run=runs/none", *flags]
     with pytest.raises(ConfigError, match=word):
-        verb.main(["--run=runs/none", *flags])
+        verb.main(arguments)
 
 
 def test_replicas_of_a_launched_process_are_refused(monkeypatch):
@@ -258,21 +263,6 @@ def test_numbers_of_processes_on_machines_with_gpus_and_without(gpus, cpu_device
     names = ("MEGAJAX_PROCESS_ID", "MEGAJAX_LOCAL_RANK", "MEGAJAX_LOCAL_PROCESSES")
     assert [[each[name] for name in names] for each in numbers] == [["0", "0", "2"], ["1", "1", "2"], ["2", "0", "1"]]
     assert {each.get("JAX_NUM_CPU_DEVICES") for each in numbers} == {cpu_devices}
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (["--ray=auto"], "--processes: must be given with --ray"),
-        (["--ray=auto", "--processes=0"], "must be at least 1, got 0"),
-        (["--ray=auto", "--processes=2", "--scheduler"], "--scheduler: has no meaning with --ray"),
-        (["--ray=auto", "--processes=2", "--machines=2"], "--machines"),
-        (["--ray=auto", "--processes=2", "--min-processes=1"], "--min-processes"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(flags, word):
-    with pytest.raises(ConfigError, match=word):
-        main([*flags, "--", "python", "-m", "megajax.train"])
 
 
 def test_without_a_cluster_the_message_says_how_to_start_one(tmp_path):

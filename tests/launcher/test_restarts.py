@@ -47,25 +47,18 @@ def test_the_delay_doubles_until_there_is_a_new_checkpoint():
     assert [unjudged.fail(has_beats=False).wait for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
-def test_three_attempts_without_a_new_checkpoint_are_the_limit():
+PROGRESS = {"saved by an attempt": (None, [5], 5), "saved before the first attempt": (5, [], 5), "none": (None, [], 0)}
+"""The checkpoint before the first attempt, those that attempts save, and the newest."""
+
+
+@pytest.mark.parametrize("case", PROGRESS)
+def test_three_attempts_without_a_new_checkpoint_are_the_limit(case):
+    before, saves, newest = PROGRESS[case]
     gang = Failing()
-    assert isinstance(gang.fail(committed=5), Restart)  # this one got somewhere
-    assert isinstance(gang.fail(), Restart)
-    assert isinstance(gang.fail(), Restart)
-    assert gang.fail() == Stop(93, "no progress past step 5 in 3 attempts")
-
-
-def test_a_checkpoint_from_before_the_first_attempt_is_no_progress():
-    gang = Failing()
-    gang.committed = 5
-    assert [isinstance(gang.fail(), Restart) for _ in range(3)] == [True, True, False]
-
-
-def test_a_run_that_never_saved():
-    gang = Failing()
-    gang.fail()
-    gang.fail()
-    assert gang.fail() == Stop(93, "no progress past step 0 in 3 attempts")
+    gang.committed = before
+    for saved in (*saves, None, None):
+        assert isinstance(gang.fail(committed=saved), Restart)
+    assert gang.fail() == Stop(93, f"no progress past step {newest} in 3 attempts")
 
 
 def test_a_step_that_was_saved_before_is_no_progress():

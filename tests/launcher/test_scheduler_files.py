@@ -171,14 +171,10 @@ def test_slurm_without_cpus_per_task_leaves_it_to_srun(tmp_path):
     assert "--cpus-per-task" not in sbatch(tmp_path, 0)[1][0]
 
 
-def test_slurm_requeues_runs_that_were_saved_in_time(tmp_path):
-    code, calls = sbatch(tmp_path, REQUEUE)
-    assert code == 0 and calls[-1] == "scontrol requeue 42"
-
-
 @pytest.mark.parametrize(
     ("code", "environment"),
     [
+        (REQUEUE, {}),
         (REQUEUE, {"SLURM_RESTART_COUNT": "100"}),
         (REQUEUE, {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}),
         (REQUEUE, {"STATE": "COMPLETING"}),  # scancel
@@ -187,6 +183,8 @@ def test_slurm_requeues_runs_that_were_saved_in_time(tmp_path):
         (1, {}),
     ],
 )
-def test_slurm_ends_with_every_other_code(tmp_path, code, environment):
+def test_slurm_requeues_runs_that_were_saved_in_time_and_ends_with_every_other_code(tmp_path, code, environment):
+    requeued = code == REQUEUE and not environment
     ended, calls = sbatch(tmp_path, code, **environment)
-    assert ended == code and not any(call.startswith("scontrol") for call in calls)
+    assert ended == (0 if requeued else code)
+    assert [call for call in calls if call.startswith("scontrol")] == ["scontrol requeue 42"] * requeued

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gangs import REPOSITORY, TINY, TRAIN, free_port
-
-from megajax.data.text.indexed_dataset import IndexedWriter
+from token_files import write
 
 RULE = "p - lr * direction"
 
@@ -60,9 +59,7 @@ def test_other_data_in_one_process(start, tmp_path):
     places = (tmp_path / "first", tmp_path / "second")
     for number, place in enumerate(places):
         place.mkdir()
-        with IndexedWriter(place / "text", np.dtype(np.uint16)) as writer:
-            for document in range(200):
-                writer.add_document([(np.arange(document, document + 100) + 7 * number) % 60])
+        write(place / "text", [(np.arange(document, document + 100) + 7 * number) % 60 for document in range(200)])
     data = ("--data.type=BlendConfig", "--data.paths=text", "--data.split=1", f"--data.cache_dir={tmp_path / 'cache'}")
     short = ("--evaluation.every=none", "--evaluation.at_end=false", "--steps=3", "--schedule.decay_steps=3")
     members = two_processes(start, tmp_path, *data, *short, places=places)
