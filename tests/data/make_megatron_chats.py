@@ -36,24 +36,8 @@ CASES = [
 def talks() -> list[list[dict[str, str]]]:
     """Conversations: several turns and several of them in a line, short and long, with blanks at their ends."""
     draw = np.random.RandomState(11)
-    words = [
-        "the",
-        "a",
-        "sum",
-        "of",
-        "2",
-        "3",
-        "blue",
-        "sky",
-        "why",
-        "not",
-        "three",
-        "cats!",
-        "no.",
-        "yes,",
-        "café",
-        "straße",
-    ]
+    words = ["the", "a", "sum", "of", "2", "3", "blue", "sky", "why", "not", "three", "cats!", "no.", "yes,", "café",
+             "straße"]  # fmt: skip
 
     def text(most: int) -> str:
         return " ".join(draw.choice(words, draw.randint(1, most)))

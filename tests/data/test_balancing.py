@@ -137,10 +137,8 @@ def test_sources_know_their_documents(tmp_path: Path, name: str) -> None:
     instance.token_id = instance.encode = None
     if kind is FillInMiddleConfig:
         instance.token_id = "pms".index
-        instance.encode, instance.decode = (
-            (lambda text: np.full(len(text), 7, np.int32)),
-            (lambda tokens: "x" * len(tokens)),
-        )
+        instance.encode = lambda text: np.full(len(text), 7, np.int32)
+        instance.decode = lambda tokens: "x" * len(tokens)
     for paths in (prefixes[:1], ["0.5", prefixes[0], "0.5", prefixes[1]]):
         config = kind(paths=tuple(paths), split="1", cache_dir=str(tmp_path), **options)
         rows = config.build(tokenizer=instance, schema=text_schema(48, 100), rows=Rows(30), seed=5).train

@@ -113,9 +113,8 @@ def test_problems_are_found_without_reading() -> None:
         return [problem.setting for problem in BlendConfig(**options).problems()]
 
     assert settings_with_problems(paths=("a",)) == [] and settings_with_problems(train_paths=("1", "a", "2", "b")) == []
-    assert settings_with_problems() == ["paths"] and settings_with_problems(paths=("a",), valid_paths=("b",)) == [
-        "paths"
-    ]
+    assert settings_with_problems() == ["paths"]
+    assert settings_with_problems(paths=("a",), valid_paths=("b",)) == ["paths"]
     assert settings_with_problems(paths=("-1", "a"), split="x", surplus=-1.0) == ["split", "surplus", "paths"]
 
 

@@ -209,9 +209,8 @@ def test_invalid_conversations(tmp_path: Path, line: Any, reason: str, message: 
 
 def test_a_template_refuses_a_conversation(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [chat("a", "b"), chat("a", "b", "S")])
-    template = (
-        "{% for m in messages %}{{ m.content if m.role != 'system' else raise_exception('no system') }}{% endfor %}"
-    )
+    message = "{{ m.content if m.role != 'system' else raise_exception('no system') }}"
+    template = "{% for m in messages %}" + message + "{% endfor %}"
     with pytest.raises(UserError, match=r"line 2: the chat template refuses this conversation: no system"):
         splits(path, template=template)
     assert splits(path, template=template, on_error="skip").train.skipped == {"refused by the template": 1}
@@ -219,9 +218,8 @@ def test_a_template_refuses_a_conversation(tmp_path: Path) -> None:
 
 def test_lines_longer_than_a_row(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [chat("a", "b"), chat("a", "b" * 30)])
-    with pytest.raises(
-        UserError, match=r"c\.jsonl, line 2: 51 tokens, but a row has 40\. Raise model\.sequence_length"
-    ):
+    message = r"c\.jsonl, line 2: 51 tokens, but a row has 40\. Raise model\.sequence_length"
+    with pytest.raises(UserError, match=message):
         splits(path)
     rows = splits(path, on_error="skip").train
     assert rows.skipped == {"longer than a row": 1} and len(rows) == 1
@@ -239,9 +237,8 @@ def test_splits_and_files_per_split(tmp_path: Path) -> None:
     valid_path = write(tmp_path / "v", [chat("v", "b"), "{"])
     row_sources = splits(path, paths=(), train_paths=(str(path),), valid_paths=(str(valid_path),), on_error="skip",
                   rows=Rows(None, None))  # fmt: skip
-    assert (len(row_sources.train), len(row_sources.valid)) == (10, 1) and row_sources.valid.skipped == {
-        "not a conversation": 1
-    }
+    assert (len(row_sources.train), len(row_sources.valid)) == (10, 1)
+    assert row_sources.valid.skipped == {"not a conversation": 1}
     with pytest.raises(UserError, match="the valid split has none of the 10 conversations"):
         splits(path, split="99,1", rows=Rows(None, None), on_error="skip")
 
@@ -362,13 +359,7 @@ def test_padding_costs_little_attention(tmp_path: Path) -> None:
 def test_padding_leaves_rows_to_cudnn() -> None:
     """Documents of padding do not count against the limit of documents."""
     assert DOCUMENTS == cudnn.DOCUMENTS
-    for padding, documents, parts in (
-        (1, 1, 1),
-        (128, 1, 1),
-        (129, 63, 1),
-        (10**5, 1, 63),
-        (10**5, 64, 782),
-        (5, 99, 1),
-    ):
+    cases = [(1, 1, 1), (128, 1, 1), (129, 63, 1), (10**5, 1, 63), (10**5, 64, 782), (5, 99, 1)]
+    for padding, documents, parts in cases:
         lengths = padding_lengths(padding, documents)
         assert lengths.sum() == padding and len(lengths) == parts and lengths.max() - lengths.min() <= 1

@@ -15,14 +15,7 @@ from megajax.config import optional_packages as missing
 from megajax.config.errors import UserError
 from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
-from megajax.data.images.transforms import (
-    Crop,
-    change_colours,
-    crop_classes,
-    crop_image,
-    inner_box,
-    random_crop,
-)
+from megajax.data.images.transforms import Crop, change_colours, crop_classes, crop_image, inner_box, random_crop
 from megajax.data.rows.shuffled_items import UnreadableItem
 
 WHOLE = (10**6, 10**6)
@@ -43,15 +36,14 @@ STORED_AS = [(mode, "PNG") for mode in (*PALETTES, "RGB", "LA", "RGBA")]
 STORED_AS += [(mode, format) for mode in PALETTES for format in ("TIFF", "GIF")]
 
 
-@pytest.mark.parametrize(("mode", "format"), [*STORED_AS, ("RGB", "TIFF"), ("RGB", "BMP"), ("RGB", "PPM")])
-def test_modes(mode: str, format: str) -> None:
+STORED_AS += [("RGB", format) for format in ("TIFF", "BMP", "PPM")]
+TRANSPARENT = {"transparency": bytes(range(256))}
+
+
+@pytest.mark.parametrize(("mode", "format", "options"), [*((*way, {}) for way in STORED_AS), ("P", "PNG", TRANSPARENT)])
+def test_modes(mode: str, format: str, options: dict[str, bytes]) -> None:
     image = gradient(30, 20).convert(mode)
-    assert (pixels(stored(image, format)) == np.asarray(image.convert("RGB"))).all()
-
-
-def test_palette_with_transparency() -> None:
-    image = gradient(30, 20).convert("P")
-    assert (pixels(stored(image, transparency=bytes(range(256)))) == np.asarray(image.convert("RGB"))).all()
+    assert (pixels(stored(image, format, **options)) == np.asarray(image.convert("RGB"))).all()
 
 
 def test_sixteen_bits_keep_the_upper_eight() -> None:

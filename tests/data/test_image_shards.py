@@ -161,26 +161,17 @@ def test_splits(tmp_path: Path) -> None:
 
 def test_patterns(tmp_path: Path) -> None:
     shards(tmp_path, (1,) * 12)
-    assert [path.name for path in image_shards.find_shards([str(tmp_path / "*-01?.tar")])] == [
-        "train-010.tar",
-        "train-011.tar",
-    ]
+    stars = image_shards.find_shards([str(tmp_path / "*-01?.tar")])
+    assert [path.name for path in stars] == ["train-010.tar", "train-011.tar"]
     braces = image_shards.find_shards([str(tmp_path / "train-{002..004}.tar"), str(tmp_path / "train-000.tar")])
     assert [path.stem[-3:] for path in braces] == ["002", "003", "004", "000"]
     with pytest.raises(UserError, match=r"no tar files match .*none-\*\.tar"):
         image_shards.find_shards([str(tmp_path / "none-*.tar")])
 
 
-BAD = [
-    ("x1.png", picture(20)),
-    ("x2.cls", b"1"),
-    ("x3.png", picture(20)),
-    ("x3.cls", b"cat"),
-    ("x4.png", picture(20)),
-    ("x4.json", b'{"class": 1}'),
-    ("x5.png", picture(20)),
-    ("x5.cls", b"-1"),
-]
+LABELS = {"x2.cls": b"1", "x3.cls": b"cat", "x4.json": b'{"class": 1}', "x5.cls": b"-1"}
+BAD = sorted(({f"x{n}.png": picture(20) for n in (1, 3, 4, 5)} | LABELS).items())
+"""The first has no label, the second no image, and the others labels that are no classes."""
 
 
 def test_samples_without_image_or_class(tmp_path: Path) -> None:

@@ -68,9 +68,8 @@ def check(row: Any, expected_ids: list[int], weighted: Iterable[Any]) -> None:
 
 
 def test_captions(tmp_path: Path) -> None:
-    config = lines(
-        tmp_path, {"image": "red.png", "caption": "é!"}, "", {"image": ["blue.png", "red.png"], "caption": "b"}
-    )
+    two = {"image": ["blue.png", "red.png"], "caption": "b"}
+    config = lines(tmp_path, {"image": "red.png", "caption": "é!"}, "", two)
     rows = build(config).train
     rows_by_line = {rows.items.name(rows.item(row)).rpartition(" ")[2]: rows[row] for row in range(2)}
     assert rows_by_line.keys() == {"1", "3"}
@@ -131,9 +130,8 @@ def test_messages_of_parts(tmp_path: Path) -> None:
     image, text = {"type": "image", "image": "red.png"}, {"type": "text", "text": "and"}
     blue = {"type": "image_url", "image_url": {"url": "blue.png"}}
     whole = {"image": ["red.png", "blue.png"], "conversations": turns("<image>and<image>?", "x")}
-    ours, theirs = (
-        build(lines(tmp_path, line)).train[0] for line in (parted(image, text, blue, text | {"text": "?"}), whole)
-    )
+    parts = parted(image, text, blue, text | {"text": "?"})
+    ours, theirs = (build(lines(tmp_path, line)).train[0] for line in (parts, whole))
     assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
 
 
@@ -195,11 +193,7 @@ REFUSED = [
     ({"messages": [{"role": r, "content": r} for r in ("system", "assistant") * 2]}, "not a conversation", "2 of them"),
     ({"image": "none.png", "caption": "x"}, "cannot be read", "none.png: No such file"),
     ({"image": 5, "caption": "x"}, "no image", "expected a path, found '5'"),
-    (
-        {"image": "data:image/png;base64," + "A" * 5000, "caption": "x"},
-        "no image",
-        "expected a path, found 'data:image",
-    ),
+    ({"image": "data:image/png;base64," + "A" * 5000, "caption": "x"}, "no image", "a path, found 'data:image"),
     ({"image": "red.png", "conversations": turns("x" * 80, "y")}, "too long", "no caption or answer in the 64"),
     ({"image": "red.png", "conversations": turns("x" * 60 + "<image>", "y")}, "too long", "end at position 68"),
     ({"video": "a.mp4", "conversations": turns("?", "x")}, "video", "models read images alone"),

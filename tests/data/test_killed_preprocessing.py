@@ -71,15 +71,12 @@ def test_partial_files_are_deleted_unless_their_process_runs(tmp_path: Path, cap
 
 def test_the_file_size_limit_is_named_and_not_the_disk(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # The limit would truncate the files of modules.
-    source, limits = (
-        lines(tmp_path / "a.jsonl", [{"text": "words" * 100}] * 100),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    source = lines(tmp_path / "a.jsonl", [{"text": "words" * 100}] * 100)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(
-            UserError, match=r"may write files of at most 4.0 KiB: raise the limit with ulimit -f"
-        ) as error:
+        message = r"may write files of at most 4.0 KiB: raise the limit with ulimit -f"
+        with pytest.raises(UserError, match=message) as error:
             job(tmp_path, source).build()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

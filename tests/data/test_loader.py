@@ -3,6 +3,7 @@
 import errno
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -206,16 +207,10 @@ def test_batches_of_steps_that_grow() -> None:
     def batches(consumed: int, count: int) -> list[tuple[tuple[int, int], list[int], int]]:
         with load(sharding, consumed=consumed, size_at=sizes.__getitem__) as loader:
             batches = [next(loader) for _ in range(count)]
-        return [
-            (batch["sample"].shape, np.asarray(batch["sample"]).reshape(-1).tolist(), after) for batch, after in batches
-        ]
+        return [(batch["sample"].shape, np.ravel(batch["sample"]).tolist(), after) for batch, after in batches]
 
-    every = [
-        ((1, 8), list(range(8)), 8),
-        ((1, 8), list(range(8, 16)), 16),
-        ((2, 8), list(range(16, 32)), 32),
-        ((3, 8), list(range(32, 56)), 56),
-    ]
+    edges = (0, 8, 16, 32, 56)
+    every = [(((last - first) // 8, 8), [*range(first, last)], last) for first, last in pairwise(edges)]
     assert batches(0, 4) == every
     assert batches(16, 2) == every[2:]
 

@@ -173,9 +173,8 @@ def test_rows_match_their_arrays(tmp_path):
         text = np.where(row["loss_mask"] == 1, row["labels"], row["tokens"])
         assert text[0] == 1 and text[length - 1] == 2 and (text[length:] == 7).all()
         separators = np.flatnonzero(text[:length] == 2)
-        assert len(separators) == 2 and row["token_types"].tolist() == [0] * (separators[0] + 1) + [1] * (
-            length - separators[0] - 1
-        ) + [0] * (48 - length)
+        sizes = separators[0] + 1, length - separators[0] - 1, 48 - length
+        assert len(separators) == 2 and row["token_types"].tolist() == np.repeat([0, 1, 0], sizes).tolist()
         first, last, target = data.index[number].tolist()
         begin, stop = (int(data.tokens.lengths[:edge].sum()) for edge in (first, last))
         assert row["truncated"] == (stop - begin > target) and length == min(stop - begin, target) + 3

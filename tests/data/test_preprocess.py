@@ -235,11 +235,12 @@ def test_bad_lines(tmp_path, line, message, packed):
     assert only_output(tmp_path) == []
 
 
-def test_bad_line_in_a_worker_is_the_first_one(tmp_path):
+@pytest.mark.parametrize("options", [{"workers": 2, "chunk_bytes": 200}, {"partitions": 3}], ids=str)
+def test_the_first_bad_line_of_workers_and_partitions_is_named(tmp_path, options):
     records = [{"text": "a" * 50}] * 40
     source = lines(tmp_path / "a.jsonl", [*records, {"text": 1}, *records, {"other": 1}])
-    with pytest.raises(UserError, match=r"line 41: key 'text' holds a number"):
-        preprocess(job(tmp_path, source, workers=2, chunk_bytes=200))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 41: key 'text' holds a number"):
+        preprocess(job(tmp_path, source, **options))
     assert only_output(tmp_path) == []
 
 
@@ -312,9 +313,8 @@ def test_progress_of_files_that_are_indexed(monkeypatch, stream):
     shown.clear()
     live = stream.isatty()
     lines = stream.getvalue().replace("\r", "\n").split("\n")
-    assert [line for line in lines if ": 2,000 images" in line] == [
-        "listing x: 2,000 images, 7 %, 1,000 images/s" + "\x1b[K" * live
-    ]
+    second = "listing x: 2,000 images, 7 %, 1,000 images/s" + "\x1b[K" * live
+    assert [line for line in lines if ": 2,000 images" in line] == [second]
     # Not in the first two seconds; then each time on a terminal, and every ten seconds elsewhere.
     assert sum("images/s" in line for line in lines) == (28 if live else 3)
     assert stream.getvalue().endswith("\r\x1b[K" if live else "\n")
@@ -480,10 +480,8 @@ if __name__ == "__main__":
 def test_an_interrupt_inside_a_lock_of_the_pool_ends_the_job(tmp_path, at):
     program = tmp_path / "interrupted.py"
     program.write_text(f"AT = {at}\n{INTERRUPTED_IN_A_LOCK}")
-    call, environment = (
-        [sys.executable, program, *busy(tmp_path, "--workers=2")],
-        os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    call = [sys.executable, program, *busy(tmp_path, "--workers=2")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (130, "interrupted; nothing was written\n")
     assert only_output(tmp_path) == []

@@ -61,9 +61,8 @@ def test_bert_and_t5_read_the_rows_of_their_data(config: Any, model: Any, tmp_pa
     splits = data.build(tokenizer=tokenizer, schema=schema, rows=Rows(50, 5, 0), seed=1)
     assert len(splits.train) >= 50 and len(splits.valid) >= 5 and splits.test is None
     row = splits.train[3]
-    assert {
-        name: str(row[name].dtype) for name in data.leaves()
-    } == data.leaves() and schema.keys() == data.leaves().keys()
+    leaves = data.leaves()
+    assert {name: str(row[name].dtype) for name in leaves} == leaves and schema.keys() == leaves.keys()
     assert all(row[name].shape == leaf.shape for name, leaf in schema.items())
     block = read_rows(splits.train, schema, 10, np.arange(40))
     assert block["tokens"].shape == (40, *schema["tokens"].shape) and block["loss_mask"].sum() > 40

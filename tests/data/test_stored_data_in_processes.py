@@ -7,10 +7,10 @@ from pathlib import Path
 import gangs
 import numpy as np
 import pytest
+import token_files
 from object_stores import ENDPOINT, SERVERS, FaultyProxy, environment, free_port
 from test_streams import TEXTS, write
 
-from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.storage import stores
 
 pytestmark = pytest.mark.slow
@@ -40,10 +40,7 @@ def test_process_0_alone_reads_what_all_need(kind: str, tmp_path: Path, monkeypa
             monkeypatch.setenv(name, value)
         stores._objects.cache_clear()
         store = stores.open_store(f"{kind}://bucket/data")
-        documents = np.arange(20000, dtype=np.uint16).reshape(400, 50)
-        with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
-            for document in documents:
-                writer.add_document([document])
+        token_files.write(tmp_path / "text", np.arange(20000).reshape(400, 50))
         for suffix in (".bin", ".idx"):
             store.write(f"text{suffix}", (tmp_path / f"text{suffix}").read_bytes())
         for number in range(2):
@@ -91,18 +88,11 @@ def test_a_run_goes_on_where_the_same_data_is(tmp_path: Path, monkeypatch) -> No
             monkeypatch.setenv(name, value)
         stores._objects.cache_clear()
         store, draw = stores.open_store("s3://bucket/moved"), np.random.default_rng(0)
-        with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
-            for _ in range(400):
-                writer.add_document([draw.integers(0, 60, 300).astype(np.uint16)])
+        token_files.write(tmp_path / "text", draw.integers(0, 60, (400, 300)))
         for suffix in (".bin", ".idx"):
             store.write(f"text{suffix}", (tmp_path / f"text{suffix}").read_bytes())
-        data = [
-            f"--config={gangs.CONFIG}",
-            "--devices=cpu:1",
-            "--data.type=BlendConfig",
-            "--data.split=90,10,0",
-            "--resilience.exit_after_steps=2",
-        ]
+        data = [f"--config={gangs.CONFIG}", "--devices=cpu:1", "--data.type=BlendConfig", "--data.split=90,10,0"]
+        data.append("--resilience.exit_after_steps=2")
 
         def train(place: str) -> tuple[int, str]:
             gang = start(*gangs.TRAIN, *data, f"--data.paths={place}/text", f"--run_dir={tmp_path}/run")

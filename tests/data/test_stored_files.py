@@ -189,19 +189,12 @@ def test_a_cache_that_cannot_be_written_is_one_message(bucket: str, tmp_path: Pa
 
 def test_messages_have_no_credentials(tmp_path: Path, monkeypatch) -> None:
     """Also if the server echoes them: from the environment, from a profile, and of a machine's role."""
-    (tmp_path / "credentials").write_text(
-        "[default]\naws_access_key_id = PROFILEKEY\naws_secret_access_key=profile/s+c\n"
-    )
+    profile = "[default]\naws_access_key_id = PROFILEKEY\naws_secret_access_key=profile/s+c\n"
+    (tmp_path / "credentials").write_text(profile)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-environment")
-    secrets = (
-        "PROFILEKEY",
-        "profile/s+c",
-        "of-the-environment",
-        "ASIAROLEROLEROLEROLE",
-        "FwoGZXIvYXdzE" * 8,
-        "ya29." + "a" * 80,
-    )
+    tokens = "FwoGZXIvYXdzE" * 8, "ya29." + "a" * 80
+    secrets = ("PROFILEKEY", "profile/s+c", "of-the-environment", "ASIAROLEROLEROLEROLE", *tokens)
     answer = f"PERMISSION_DENIED: InvalidToken: you sent {' and '.join(secrets)} for object a/b.bin"
     message = stores._message("s3://bucket/a", "read", ValueError(answer))
     assert not any(secret in message for secret in secrets) and "InvalidToken: you sent *** and" in message

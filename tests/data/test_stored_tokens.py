@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 from object_stores import faulty, serving
+from token_files import write
 
 from megajax.config.errors import UserError
 from megajax.data.masked.config import PairsConfig
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig
-from megajax.data.text.indexed_dataset import IndexedTokens, IndexedWriter, integer_tokens
+from megajax.data.text.indexed_dataset import IndexedTokens, integer_tokens
 from megajax.data.translation_pairs import PairsBuilder
 from megajax.models.decoder.config import text_schema
 from megajax.storage import ranged_files, stores
@@ -26,10 +27,7 @@ DOCUMENTS = [
 
 
 def written(prefix: Path, documents: list[np.ndarray] = DOCUMENTS) -> IndexedTokens:
-    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
-        for document in documents:
-            writer.add_document([document])
-    return IndexedTokens(prefix)
+    return IndexedTokens(write(prefix, documents))
 
 
 def uploaded(prefix: Path, url: str) -> None:

@@ -55,9 +55,8 @@ def test_the_encoder_reads_one_text_and_the_decoder_writes_the_other(prefix):
         assert row["encoder_tokens"].tolist() == source + [PAD] * (4 - len(source))
         assert row["encoder_segment_ids"].tolist() == [1] * len(source) + [0] * (4 - len(source))
         assert row["labels"].tolist() == target + [0] * (6 - len(target))
-        assert row["tokens"].tolist() == ([BOS, *PAIRS[number][1]] + [PAD] * 6)[: len(target)] + [PAD] * (
-            6 - len(target)
-        )
+        shifted = [BOS, *PAIRS[number][1]][: len(target)]
+        assert row["tokens"].tolist() == shifted + [PAD] * (6 - len(target))
         assert row["loss_mask"].tolist() == [1.0] * len(target) + [0.0] * (6 - len(target))
         np.testing.assert_array_equal(row["segment_ids"], row["loss_mask"])
         assert row["truncated"] == (len(PAIRS[number][0]) > 4 or len(PAIRS[number][1]) > 5)

@@ -2,7 +2,6 @@
 
 import json
 import struct
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,13 +47,8 @@ def lines(path: Path, records: list) -> Path:
 
 
 def job(tmp_path: Path, *inputs: Path | str, **more) -> Preprocessing:
-    arguments = Preprocessing(
-        inputs=tuple(map(str, inputs)),
-        prefix=str(tmp_path / "out" / "corpus"),
-        tokenizer=ByteTokenizerConfig(),
-        append_eod=True,
-    )
-    return replace(arguments, **more)
+    defaults = {"prefix": str(tmp_path / "out" / "corpus"), "tokenizer": ByteTokenizerConfig(), "append_eod": True}
+    return Preprocessing(inputs=tuple(map(str, inputs)), **defaults | more)
 
 
 def only_output(tmp_path: Path) -> list[str]:
