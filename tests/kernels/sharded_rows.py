@@ -112,13 +112,9 @@ def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passe
         return out, *grads, lax.psum(dsink, "context")
 
     rows_spec, heads = P(None, "context", "tensor"), P("tensor")
-    program = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(*[rows_spec] * 4, heads, P(None, "context")),
-        out_specs=(*[rows_spec] * 4, heads),
-        check_vma=False,
-    )
+    outs = (*[rows_spec] * 4, heads)
+    ins = (*outs, P(None, "context"))
+    program = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
     order = sharding.places(case.length)
     *rows, sinks = case.arrays()
     segments = None if case.segments is None else jnp.asarray(case.segments[:, order])

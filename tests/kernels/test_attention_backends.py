@@ -171,10 +171,9 @@ def test_a_sink_and_its_gradient_are_exact(masked: bool, name: str, passes: Pass
         return jnp.sum(attention(*qkv, case.mask(), scale=SCALE, sink=sink) * dout)
 
     ways = [partial(total, way) for way in (partial(attend, passes), reference_attention)]
+    both = jax.jit(lambda *args: [jax.value_and_grad(way, (0, 1, 2, 3))(*args) for way in ways])
     with jax.default_matmul_precision("highest"):
-        actual, expected = jax.jit(lambda *args: [jax.value_and_grad(way, (0, 1, 2, 3))(*args) for way in ways])(
-            *qkv, sink
-        )
+        actual, expected = both(*qkv, sink)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     for value, reference in zip(actual[1], expected[1], strict=True):
         np.testing.assert_allclose(value, reference, atol=1e-5 * max(1, np.abs(reference).max()))
@@ -216,9 +215,8 @@ def test_documents_are_isolated_bitwise_on_a_gpu(name: str) -> None:
 def check_rounded(passes: Passes, case: Case) -> None:
     """In bfloat16."""
     arrays, mask = case.arrays(jnp.bfloat16), case.mask()
-    for place, (value, reference) in enumerate(
-        zip(computed(passes, mask, *arrays), formula(mask, *arrays), strict=True)
-    ):
+    pairs = zip(computed(passes, mask, *arrays), formula(mask, *arrays), strict=True)
+    for place, (value, reference) in enumerate(pairs):
         # bfloat16 keeps 8 bits; the longest path from inputs to a gradient rounds a few times.
         finite = np.isfinite(reference)
         bits = 8 if place == 1 else 6

@@ -50,12 +50,7 @@ LATENT = replace(PLAIN, key_dim=192)
         (H100, replace(PLAIN, causal=False, window=3), "pallas", ("has windows in causal attention only",)),
         (A100, replace(PLAIN, causal=False, padded=True), "cudnn", ()),
         (A100, replace(ACROSS, padded=True), "cudnn", ()),
-        (
-            H100,
-            replace(ACROSS, key_length=511),
-            "pallas",
-            ("cudnn: takes rows of even length, not of 511",),
-        ),
+        (H100, replace(ACROSS, key_length=511), "pallas", ("cudnn: takes rows of even length, not of 511",)),
         (H100, replace(ACROSS, documents=True), "pallas", ("does not isolate documents between two sequences",)),
     ],
 )
@@ -117,11 +112,8 @@ def test_the_local_device() -> None:
     assert (device.capability is None) == (jax.devices()[0].platform != "gpu")
 
 
-RING, GATHER, HEADS = (
-    ContextSharding(4, 1, "ring"),
-    ContextSharding(4, 1, "all_gather"),
-    ContextSharding(4, 1, "all_to_all", exchanging=4),
-)
+RING, GATHER = ContextSharding(4, 1, "ring"), ContextSharding(4, 1, "all_gather")
+HEADS = ContextSharding(4, 1, "all_to_all", exchanging=4)
 GROUPS, PLAIN_CHUNKS = ContextSharding(4, 1, "ring+all_to_all", exchanging=2), ContextSharding(4, 0, "all_gather")
 BOTH_WAYS = replace(PLAIN, causal=False)
 
@@ -138,12 +130,7 @@ BOTH_WAYS = replace(PLAIN, causal=False)
         (replace(PLAIN, documents=True), RING, "pallas", "isolates no documents over parallel.context=4 with"),
         (replace(PLAIN, documents=True), GROUPS, "pallas", "parallel.context_strategy=ring+all_to_all"),
         (replace(PLAIN, documents=True, window=7), HEADS, "cudnn", ""),
-        (
-            replace(PLAIN, window=7),
-            GATHER,
-            "pallas",
-            "has no windows in parts of rows, and window=7 over",
-        ),
+        (replace(PLAIN, window=7), GATHER, "pallas", "has no windows in parts of rows, and window=7 over"),
         (
             replace(PLAIN, window=7),
             RING,
@@ -181,9 +168,8 @@ def test_the_reference_and_pallas_take_any_sharding_of_rows() -> None:
         hard = replace(PLAIN, window=3, documents=True, sink=True, sharding=sharding)
         assert BACKENDS["pallas"].refusal(hard, H100) is None
         assert BACKENDS["reference"].refusal(replace(hard, dropout=0.1), Device(name="cpu")) is None
-        assert (
-            choose("auto", replace(PLAIN, dtype="float32", sharding=sharding), Device(name="cpu")).kernel == "reference"
-        )
+        float32 = replace(PLAIN, dtype="float32", sharding=sharding)
+        assert choose("auto", float32, Device(name="cpu")).kernel == "reference"
 
 
 H200 = Device(name="NVIDIA H200", capability=(9, 0), cudnn=(9, 28, 0))
@@ -247,9 +233,8 @@ def test_the_error_names_fault_and_version_range_and_report_and_remedy() -> None
         "(https://github.com/pytorch/pytorch/issues/196678); set rows of a multiple of 128 tokens. Set "
         "mixer.kernel=cudnn or auto."
     )
-    with pytest.raises(
-        UserError, match=r"from 9\.14 on, fixed in 9\.14\.1, here is 9\.14\.0 .*; install a newer cuDNN"
-    ):
+    message = r"from 9\.14 on, fixed in 9\.14\.1, here is 9\.14\.0 .*; install a newer cuDNN"
+    with pytest.raises(UserError, match=message):
         choose("cudnn", replace(DOCUMENTS, window=128), on(H200, 9, 14, 0))
 
 

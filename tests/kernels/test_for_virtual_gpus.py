@@ -213,10 +213,7 @@ def of_scaled_blocks(gpu: str, formats: tuple[str, str], shape: tuple[int, ...])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "formats", "shape"),
-    [
-        ("b200", ("e4m3", "e5m2"), (65536, 16, 2048, 768)),
-        ("gb300", ("e2m1", "e2m1"), (4096, 8, 1024, 640)),
-    ],
+    [("b200", ("e4m3", "e5m2"), (65536, 16, 2048, 768)), ("gb300", ("e2m1", "e2m1"), (4096, 8, 1024, 640))],
 )
 def test_blackwell_multiplies_scaled_blocks(gpu: str, formats: tuple[str, str], shape: tuple[int, ...]) -> None:
     """Temporary arrays are scales in the order of tensor memory, of tiles of rows.

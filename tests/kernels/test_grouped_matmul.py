@@ -166,12 +166,11 @@ def test_the_backend_of_hopper_is_imported_when_it_is_used() -> None:
     assert done.stdout == "False\n"
 
 
-LIVE, TALL = (23, 0, 17, 31), 72
-"""Rows of each group, and of all: rows past the groups stay."""
-
-
 def check(products: Products, groups: tuple[int, ...], count: int, inner: int, outer: int) -> None:
-    """Both functions of a GPU kernel against the reference, NaN in the rows past the groups."""
+    """Both functions of a GPU kernel against the reference, NaN in the rows past the groups.
+
+    groups, count: rows of each group, and of all.
+    """
     keys, sizes, live = jax.random.split(jax.random.key(0), 3), jnp.array(groups, jnp.int32), sum(groups)
     shapes = (count, inner), (len(groups), inner, outer), (count, outer)
     x, w, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
@@ -198,15 +197,17 @@ FEW_PROGRAMS = {"blocks": grouped_mosaic.Blocks(64, 128, 64), "programs": 1}
 SMALL = Products(partial(grouped_mosaic.rows, **FEW_PROGRAMS), partial(grouped_mosaic.matrices, **FEW_PROGRAMS))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("groups", "count"), [((0, 0, 0), 64), ((100, 0, 60, 70), 264)])
-def test_the_kernel_equals_the_reference_for_other_groups(groups: tuple[int, ...], count: int) -> None:
-    check(SMALL, groups, count, 128, 192)
-
-
-def test_the_kernel_equals_the_reference() -> None:
-    """Groups between multiples of 8, and a last tile that would reach beyond the last row."""
-    check(SMALL, LIVE, TALL, 64, 64)
+@pytest.mark.parametrize(
+    ("groups", "count", "inner", "outer"),
+    [
+        # Groups between multiples of 8, and a last tile that would reach beyond the last row.
+        ((23, 0, 17, 31), 72, 64, 64),
+        pytest.param((0, 0, 0), 64, 128, 192, marks=pytest.mark.slow),
+        pytest.param((100, 0, 60, 70), 264, 128, 192, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernel_equals_the_reference(groups: tuple[int, ...], count: int, inner: int, outer: int) -> None:
+    check(SMALL, groups, count, inner, outer)
 
 
 @pytest.mark.gpu

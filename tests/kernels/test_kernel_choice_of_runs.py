@@ -44,9 +44,11 @@ def kernel_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Device], lis
     return lines
 
 
+SIZES = {"hidden": 64, "vocabulary_size": 64, "sequence_length": 32}
+
+
 def model_of(block: BlockConfig) -> DecoderConfig:
-    stack = StackConfig(pattern=(block,), repeats=2)
-    return DecoderConfig(hidden=64, vocabulary_size=64, sequence_length=32, stack=stack)
+    return DecoderConfig(**SIZES, stack=StackConfig(pattern=(block,), repeats=2))
 
 
 def parts(model: Any, **leaves: str) -> SimpleNamespace:
@@ -63,14 +65,9 @@ def t5(
     encoder: AttentionConfig = ENCODER_ATTENTION, decoder: AttentionConfig = DECODER_ATTENTION, **cross: Any
 ) -> SimpleNamespace:
     across = CrossAttentionConfig(heads=4, **cross)
-    model = T5Config(
-        hidden=64,
-        vocabulary_size=64,
-        sequence_length=32,
-        encoder_length=48,
-        encoder=StackConfig(pattern=(BlockConfig(mixer=encoder, mlp=MLP),), repeats=2),
-        stack=StackConfig(pattern=(BlockConfig(mixer=decoder, cross=across, mlp=MLP),), repeats=2),
-    )
+    blocks = BlockConfig(mixer=encoder, mlp=MLP), BlockConfig(mixer=decoder, cross=across, mlp=MLP)
+    first, second = (StackConfig(pattern=(block,), repeats=2) for block in blocks)
+    model = T5Config(**SIZES, encoder_length=48, encoder=first, stack=second)
     return parts(model, segment_ids="int32", encoder_segment_ids="int32")
 
 
@@ -83,23 +80,14 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(kernel_lines) -> None:
     biased = replace(DECODER_ATTENTION, relative=RelativeBiasConfig(shared=True))
     cfg = t5(decoder=biased)
     choices = demand_kernels(cfg, A100)
-    assert [(choice.place, choice.kernel) for choice in choices] == [
-        ("encoder self-attention", "cudnn"),
-        ("decoder self-attention", "reference"),
-        ("decoder cross-attention", "cudnn"),
-    ]
+    expected = "encoder self-attention cudnn, decoder self-attention reference, decoder cross-attention cudnn"
+    assert ", ".join(f"{choice.place} {choice.kernel}" for choice in choices) == expected
     (_, kernels), (_, why) = kernel_lines(cfg, A100)
-    assert kernels.startswith(
-        "encoder self-attention cudnn, decoder self-attention reference, decoder cross-attention cudnn"
-    )
-    assert why == ("decoder self-attention reference, because cudnn, pallas, cudnn_mask: has no bias of scores")
+    assert kernels.startswith(expected)
+    assert why == "decoder self-attention reference, because cudnn, pallas, cudnn_mask: has no bias of scores"
     model = cfg.model.with_kernels([choice.kernel for choice in choices])
-    block = model.stack.pattern[0]
-    assert [attention.kernel for attention in (model.encoder.pattern[0].mixer, block.mixer, block.cross)] == [
-        "cudnn",
-        "reference",
-        "cudnn",
-    ]
+    encoder, block = model.encoder.pattern[0].mixer, model.stack.pattern[0]
+    assert (encoder.kernel, block.mixer.kernel, block.cross.kernel) == ("cudnn", "reference", "cudnn")
 
 
 def test_an_unsupported_kernel_is_refused_in_every_section() -> None:
@@ -210,12 +198,8 @@ def test_biases_of_scores_and_other_sections_need_gathered_keys(strategy) -> Non
     assert "mixer.relative: biases need the keys of whole rows on each device, and parallel.context=4" in refusal
     assert refusal.endswith("set parallel.context_strategy=all_gather")
     assert not problems(biased, context=4)
-    sizes = {
-        "tensor": 1,
-        "context": 4,
-        "exchanging": 1 if strategy == "ring" else 2,
-        "ring": 4 if "ring" in strategy else 1,
-    }
+    exchanging, ring = 1 if strategy == "ring" else 2, 4 if "ring" in strategy else 1
+    sizes = {"tensor": 1, "context": 4, "exchanging": exchanging, "ring": ring}
     across = CrossAttentionConfig(heads=4)
     assert [problem.setting for problem in across.mesh_problems(sizes)] == ["kernel"]
     assert not [*across.mesh_problems(sizes | {"exchanging": 1, "ring": 1})]

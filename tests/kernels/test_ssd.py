@@ -183,10 +183,8 @@ def test_a_document_of_mamba1_is_bitwise_independent():
         name: np.where((MAMBA1_IDS == 2).reshape(*MAMBA1_IDS.shape, 1), arrays[name], other_arrays[name])
         for name in ("x", "dt", "b", "c")
     }
-    original, another = (
-        mamba1_results(arrays, MAMBA1_IDS),
-        mamba1_results(arrays | changed | {"state": other_arrays["state"]}, MAMBA1_IDS),
-    )
+    original = mamba1_results(arrays, MAMBA1_IDS)
+    another = mamba1_results(arrays | changed | {"state": other_arrays["state"]}, MAMBA1_IDS)
     for name in ("y", "x", "dt", "b", "c"):
         np.testing.assert_array_equal(original[name][MAMBA1_IDS == 2], another[name][MAMBA1_IDS == 2], err_msg=name)
         assert np.any(original[name][MAMBA1_IDS == 1] != another[name][MAMBA1_IDS == 1])
