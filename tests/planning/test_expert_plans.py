@@ -28,13 +28,8 @@ EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 256, 512, 1024
 def config(*, segments: bool = False, parallel: ParallelConfig | None = None, **dispatch: Any) -> Any:
     """A model of 4 layers with experts, after 2 without experts if it has segments."""
     cfg = load("llama3.py:debug", "precision.compute=bfloat16")
-    moe = MoEConfig(
-        experts=EXPERTS,
-        top_k=TOP_K,
-        expert=GatedMLPConfig(ffn=FFN),
-        router=RouterConfig(),
-        dispatch=DispatchConfig(**dispatch),
-    )
+    parts = {"expert": GatedMLPConfig(ffn=FFN), "router": RouterConfig(), "dispatch": DispatchConfig(**dispatch)}
+    moe = MoEConfig(experts=EXPERTS, top_k=TOP_K, **parts)
     (block,) = cfg.model.stack.pattern
     assert isinstance(block, BlockConfig)
     stack = StackConfig(pattern=(replace(block, mlp=moe),), repeats=4)
@@ -159,9 +154,8 @@ def test_auto_is_never_ragged_and_the_plan_gives_the_reason() -> None:
     assert [facts.way_on(devices) for devices in (1, 2, 4, 8)] == ["gather"] * 4
     notes = [facts.way_note(ExpertSharding(expert=devices), on_cpu=False) for devices in (1, 2, 4, 8)]
     assert ["marin/issues/8077" in note for note in notes] == [False, False, True, True]
-    assert "dispatch.way=auto is not ragged, which sends fewer bytes" in plan_report(
-        estimate(described(ParallelConfig(expert=8)))
-    ).text().replace("\n", " ")
+    report = plan_report(estimate(described(ParallelConfig(expert=8)))).text()
+    assert "dispatch.way=auto is not ragged, which sends fewer bytes" in report.replace("\n", " ")
 
 
 def test_rows_between_nodes_use_the_network() -> None:

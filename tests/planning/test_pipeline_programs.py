@@ -105,12 +105,11 @@ def exposed(found: Contents) -> list[Collective]:
 
 def in_loop(found: Contents, path: tuple[int, ...], axis: str) -> Counter[str]:
     """Kind -> arrays moved along an axis in one iteration of a loop."""
-    return Counter(
-        {
-            kind: sum(op.arrays for op in over(axis, found) if op.place.path == path and op.kind == kind)
-            for kind in {op.kind for op in over(axis, found) if op.place.path == path}
-        }
-    )
+    moves: Counter[str] = Counter()
+    for op in over(axis, found):
+        if op.place.path == path:
+            moves[op.kind] += op.arrays
+    return moves
 
 
 def check_axes(step: Compiled) -> None:
@@ -203,11 +202,8 @@ def test_sums_over_stages_run_where_a_microbatch_enters_or_leaves(
     """With one chunk that is in each tick of the steady loop, with several in a fraction of them."""
     program = deviceless(family, schedule).contents
     (steady,) = (place for place, permutes in Counter(permuting(program)).items() if permutes == 2)
-    sums = [
-        op
-        for op in program.collectives
-        if op.kind == "all-reduce" and op.groups.axes == ("pipeline",) and op.place.path == steady.path
-    ]
+    among = [op for op in program.collectives if op.place.path == steady.path and op.groups.axes == ("pipeline",)]
+    sums = [op for op in among if op.kind == "all-reduce"]
     chunks, (ticks,) = 2 if schedule == "interleaved" else 1, steady.trips
     assert sum(op.arrays for op in sums) == 4
     for op in sums:

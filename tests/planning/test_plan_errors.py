@@ -22,6 +22,7 @@ REFUSED = [
     ("debug", "--schedule=gpipe", "give one of them"),
     ("debug", "", "--devices: must be given"),
     ("debug", "--devices=h300:8", "known: a100, a100-40gb, a100-80gb, h100, h200, b200"),
+    ("debug", "--devices=h300:8 --model.hiden=1", "2 problems"),
     ("debug on 12", "", "give 8 or 16"),
     ("debug on 12", "--gpus-per-node=5", "give 10 or 15"),
     ("debug on 12", "--gpus-per-node=0", "--gpus-per-node: must be at least 1"),

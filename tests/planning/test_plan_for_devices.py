@@ -1,4 +1,4 @@
-"""python -m megajax.plan --config --devices: errors, and plans compiled for virtual GPU devices."""
+"""python -m megajax.plan --config --devices: plans compiled for virtual GPU devices."""
 
 import json
 import os
@@ -22,12 +22,6 @@ from megajax.training.program import demand_kernels
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3.py:debug"
-
-
-def test_errors_of_devices_and_settings_are_reported_together() -> None:
-    with pytest.raises(UserError) as caught:
-        main([DEBUG, "--devices=h300:8", "--model.hiden=1"])
-    assert "2 problems" in str(caught.value)
 
 
 class WithoutThePlugin:
@@ -158,15 +152,13 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     moved = figures["bytes_per_step"]
     assert moved["total"] == sum(moved.values()) - moved["total"] and min(moved.values()) > 0
     assert all(item["count"] is not None for item in figures["loops"])
-    for text in ("memory traffic of one device and step", "by formula"):
-        assert text in printed
+    assert "memory traffic of one device and step" in printed and "by formula" in printed
     main([*config, "--formula", f"--json={tmp_path / 'formula.json'}"])
     predicted = json.loads((tmp_path / "formula.json").read_text())["bytes_per_step"]
     actual = moved["total"] - figures["bytes_of_workspace"]
     assert predicted["total"] == pytest.approx(actual, rel=0.15)
-    assert predicted["copies"] + predicted["elementwise"] == pytest.approx(
-        moved["copies"] + moved["elementwise"], rel=0.25
-    )
+    streamed = moved["copies"] + moved["elementwise"]
+    assert predicted["copies"] + predicted["elementwise"] == pytest.approx(streamed, rel=0.25)
 
 
 @pytest.mark.slow

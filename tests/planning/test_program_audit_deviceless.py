@@ -73,6 +73,13 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @cache
 def compiled(name: str) -> Case:
+    config, settings = {"gpt": ("gpt3.py:gpt3_1_3b", ()), "llama": ("llama3.py", TENSOR_4)}[name]
+    plan = planned(config, *settings)
+    return Case(plan, audit(plan.text))
+
+
+def planned(config: str, *settings: str) -> TrainPlan:
+    """The step for eight H100s."""
     with pytest.MonkeyPatch.context() as patch:
         # `prepare` sets variables that other tests must not inherit.
         for variable in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
@@ -80,9 +87,8 @@ def compiled(name: str) -> Case:
         prepare()
         cluster, _ = read_cluster("h100:8")
         assert cluster is not None
-        config, settings = {"gpt": ("gpt3.py:gpt3_1_3b", ()), "llama": ("llama3.py", TENSOR_4)}[name]
-        plan = compile_train_step(load(config, *settings), cluster)
-    return Case(plan, audit(plan.text))
+        cfg: Any = load(config, *settings)
+        return compile_train_step(cfg, cluster)
 
 
 def calls(case: Case) -> list[Kernel]:
@@ -196,28 +202,18 @@ def test_the_optimizer_reads_each_weight_twice(case: Case) -> None:
     assert {op.name for op in large} == {op.name for op in [*updates, *norms]}
 
 
-FSDP = ("model.recompute=selective", "batch.micro_size=1")
-
-
-def planned(monkeypatch: pytest.MonkeyPatch, *settings: str) -> TrainPlan:
-    for variable in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
-        monkeypatch.setenv(variable, "")
-    prepare()
-    cluster, _ = read_cluster("h100:8")
-    assert cluster is not None
-    cfg: Any = load("llama3.py", "batch.global_size=64", *settings)
-    return compile_train_step(cfg, cluster)
-
-
-def test_gathers_of_fsdp_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduled = planned(monkeypatch, *FSDP).scheduled
+def test_gathers_of_fsdp_are_hidden() -> None:
+    """What a schedule by costs exposes of a step: see docs/benchmarks.md."""
+    settings = ("batch.global_size=64", "model.recompute=selective", "batch.micro_size=1")
+    scheduled = planned("llama3.py", *settings).scheduled
     assert scheduled is not None and scheduled.takes_costs and scheduled.matched > 0.95
     assert scheduled.default.exposed_seconds == pytest.approx(0.41, rel=0.1)
     assert scheduled.by_costs.exposed_seconds == pytest.approx(0.13, rel=0.1)
 
 
-def test_two_microbatches_hide_the_collectives_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduled = planned(monkeypatch, *TENSOR_4, "batch.side_by_side=2").scheduled
+def test_two_microbatches_hide_the_collectives_of_each_other() -> None:
+    settings = ("batch.global_size=64", *TENSOR_4, "batch.side_by_side=2")
+    scheduled = planned("llama3.py", *settings).scheduled
     assert scheduled is not None and scheduled.takes_costs
     # One at a time, 1.37 s by XLA's own times and 1.03 s by costs.
     assert scheduled.default.exposed_seconds == pytest.approx(0.95, rel=0.1)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,10 @@ def published(request: Task, devices: int, layout: ParallelConfig, **model: Any)
     return estimate(replace(described, parallel=layout, micro_size=1, model=replace(described.model, **model)))
 
 
+SIZES_70B = {"tensor": 4, "pipeline": 4, "virtual_stages": 5}
 PUBLISHED: dict[str, tuple[str, int, dict[str, int]]] = {
-    "Llama-3 70B, 64, with context": (
-        "llama3_70b",
-        64,
-        {"tensor": 4, "pipeline": 4, "virtual_stages": 5, "context": 2},
-    ),
-    "Llama-3 70B, 64": ("llama3_70b", 64, {"tensor": 4, "pipeline": 4, "virtual_stages": 5}),
+    "Llama-3 70B, 64, with context": ("llama3_70b", 64, SIZES_70B | {"context": 2}),
+    "Llama-3 70B, 64": ("llama3_70b", 64, SIZES_70B),
     "GPT-3 175B, 128": ("gpt3_175b", 128, {"tensor": 4, "pipeline": 8, "virtual_stages": 12}),
     "GPT-3 175B, 1024": ("gpt3_175b", 1024, {"tensor": 4, "pipeline": 8, "virtual_stages": 12}),
 }
@@ -63,13 +61,10 @@ def best_zero1(name: str, devices: int) -> tuple[Task, Entry]:
     return request, best_of(request)[0]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name.startswith("GPT-3") or "context" in name))
-        for name in PUBLISHED
-    ],
-)
+SLOW = {name for name in PUBLISHED if name.startswith("GPT-3") or "context" in name}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PUBLISHED])
 def test_the_search_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     name, devices, sizes = PUBLISHED[case]
     request, best = best_zero1(name, devices)
@@ -98,14 +93,11 @@ def test_listed_layouts_are_legal_and_fit_and_are_unique() -> None:
     request, entries = eight_gpus()
     assert len({entry.choice.kind for entry in entries}) == len(entries)
     for entry in entries:
-        assert not refusal(request.with_choice(entry.choice))
-        assert (
-            request.with_choice(entry.choice).estimate.memory.peak == pytest.approx(entry.peak)
-            and entry.peak <= request.limit
-        )
-    assert [entry.step_seconds for entry in entries] == pytest.approx(
-        sorted(entry.step_seconds for entry in entries), rel=1e-2
-    )
+        case = request.with_choice(entry.choice)
+        assert not refusal(case)
+        assert case.estimate.memory.peak == pytest.approx(entry.peak) and entry.peak <= request.limit
+    seconds = [entry.step_seconds for entry in entries]
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-2)
 
 
 def test_the_best_equals_that_of_an_exhaustive_search() -> None:
@@ -113,22 +105,16 @@ def test_the_best_equals_that_of_an_exhaustive_search() -> None:
     request = task("llama3_8b", 8, device="h100", data_sharding="zero1", recompute="selective", micro_size=1)
     entries = best_of(request)
     best = float("inf")
-    for tensor in (1, 2, 4, 8):
-        for pipeline in (1, 2, 4, 8):
-            for chunks in (1, 2, 4, 8, 16, 32):
-                for sequence in (True, False):
-                    if 8 % (tensor * pipeline):
-                        continue
-                    choice = Choice(
-                        tensor=tensor, pipeline=pipeline, virtual_stages=chunks, data=8 // (tensor * pipeline),
-                        data_sharding="zero1", sequence=sequence, micro_size=1,
-                    )  # fmt: skip
-                    if (
-                        problems(request.with_choice(choice).cfg, 8)
-                        or request.with_choice(choice).estimate.memory.peak > request.limit
-                    ):
-                        continue
-                    best = min(best, request.with_choice(choice).estimate.step_seconds)
+    sizes = (1, 2, 4, 8)
+    for tensor, pipeline, chunks, sequence in product(sizes, sizes, (*sizes, 16, 32), (True, False)):
+        if 8 % (tensor * pipeline) == 0:
+            choice = Choice(
+                tensor=tensor, pipeline=pipeline, virtual_stages=chunks, data=8 // (tensor * pipeline),
+                data_sharding="zero1", sequence=sequence, micro_size=1,
+            )  # fmt: skip
+            case = request.with_choice(choice)
+            if not problems(case.cfg, 8) and case.estimate.memory.peak <= request.limit:
+                best = min(best, case.estimate.step_seconds)
     assert entries[0].step_seconds == pytest.approx(best, rel=5e-3)
 
 
@@ -275,9 +261,8 @@ def test_compiled_layouts_rank_by_their_programs_and_are_cached(tmp_path: Path) 
     assert result.slowdown(rows[1]) == pytest.approx(1.2 / 1.01 - 1)
     assert result.slowdown(rows[2]) == rows[2].entry.step_seconds / rows[0].entry.step_seconds - 1
     another = task("llama3_8b", 8, "steps=400_000")
-    assert (
-        Cache(file, request.fingerprint()).layouts == cache.layouts and not Cache(file, another.fingerprint()).layouts
-    )
+    assert Cache(file, request.fingerprint()).layouts == cache.layouts
+    assert not Cache(file, another.fingerprint()).layouts
 
 
 def test_layouts_like_one_that_was_too_large_are_not_compiled_or_listed() -> None:

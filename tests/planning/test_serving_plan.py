@@ -84,13 +84,11 @@ def test_layouts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_preference(sixteen)[0].dtypes == ("int8", "int8")
     wide = plan("deepseek.py:deepseek_v3", 1, expert=64, devices=64)
     left = wide.run.usable_gib * GIB - wide.weight_bytes
-    assert wide.buffer_bytes > 64 * 544 * 4 * (7168 + 4096) * 2 > 0.1 * left, (
-        "each token may choose 4 experts of a device"
-    )
+    # Each token may choose 4 experts of a device.
+    assert wide.buffer_bytes > 64 * 544 * 4 * (7168 + 4096) * 2 > 0.1 * left
     assert wide.room + wide.buffer_bytes <= left and wide.memory_share < CACHE_SHARE
-    with pytest.raises(
-        UserError, match=r"no layout on 4 x h100 has room .*\n.*of which 72\.9 GiB are usable\nUse 8 dev"
-    ):
+    message = r"no layout on 4 x h100 has room .*\n.*of which 72\.9 GiB are usable\nUse 8 dev"
+    with pytest.raises(UserError, match=message):
         main(["--config=deepseek.py:deepseek_v3", "--devices=h100:4", "--serve"])
     assert main(["--config=deepseek.py:deepseek_v3", "--devices=h100:16", "--serve"]) == 0
     assert "fit  12 of 56 layouts and dtypes" in capsys.readouterr().out
@@ -143,9 +141,8 @@ def test_the_command_prints_capacity_and_speed(capsys: pytest.CaptureFixture[str
 def test_flags_of_a_layout_are_settings_of_serve() -> None:
     layout = plan("mixtral.py:debug", 2, weights="int8", cache="int8", expert=2, context=32)
     base = Source("a run", ServingConfig(model=load("mixtral.py:debug").model))
-    config = parse(
-        layout.flags, verb="serve", flags=(), description="", root=ServingConfig, base=lambda flags: base
-    ).config
+    options = {"verb": "serve", "flags": (), "description": "", "root": ServingConfig}
+    config = parse(layout.flags, **options, base=lambda flags: base).config
     assert (config.parallel.tensor, config.parallel.expert) == (2, 2)
     assert (config.inference.compute, config.inference.cache_dtype) == (layout.run.dtype, "int8")
     assert config.model.quantization.weights == "int8" and config.length() == layout.context

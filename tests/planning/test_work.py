@@ -64,12 +64,7 @@ DELTA, KIMI = GatedDeltaNetConfig(heads=32, key_heads=16), KimiDeltaConfig(heads
 
 @pytest.mark.parametrize(
     ("mixer", "gibibytes"),
-    [
-        (DELTA, 25.5),
-        (replace(DELTA, chunk=32), 33.2),
-        (replace(DELTA, chunk=128), 23.5),
-        (KIMI, 49.3),
-    ],
+    [(DELTA, 25.5), (replace(DELTA, chunk=32), 33.2), (replace(DELTA, chunk=128), 23.5), (KIMI, 49.3)],
 )
 def test_bytes_of_delta_nets_are_those_of_compiled_programs(mixer: GatedDeltaNetConfig, gibibytes: float) -> None:
     """A row of 8192 positions in bfloat16, forward and backward (`compiled_kernels --parts=delta_rule`)."""
@@ -123,9 +118,8 @@ def test_fsdp_adds_its_shard_of_a_gradient() -> None:
         of_block(run(parallel=ParallelConfig(data=8, data_sharding=kind)))[1] for kind in ("zero1", "fsdp")
     )
     weights = of_block(run(parallel=ParallelConfig(data=8)))[2]
-    assert float32.matmul - shards.matmul == pytest.approx((8 - 4) * weights), (
-        "a microbatch's gradient, for the scatter"
-    )
+    # A microbatch's gradient, for the scatter.
+    assert float32.matmul - shards.matmul == pytest.approx((8 - 4) * weights)
     assert shards.elementwise - float32.elementwise == pytest.approx((4 + 8) * weights / 8)
 
 
@@ -134,9 +128,8 @@ def test_saved_tensors_are_copied_where_loops_stack_them() -> None:
     (tower,) = saved.towers
     (block,) = tower.blocks
     more = of_block(saved)[0].copies - of_block(full)[0].copies
-    assert more == 2 * (block.saved_bytes(tower.section.recomputing.policy(), tower.share) - 8192 * 4096 / 4 * 2), (
-        "all but the layer's input, read and written"
-    )
+    saved_bytes = block.saved_bytes(tower.section.recomputing.policy(), tower.share)
+    assert more == 2 * (saved_bytes - 8192 * 4096 / 4 * 2), "all but the layer's input, read and written"
 
 
 def test_other_systems_copy_nothing_in_layers() -> None:
