@@ -100,12 +100,8 @@ def test_results_survive_failed_and_killed_steps(tmp_path: Path, monkeypatch: py
     parts_run.budget = 0.0
     parts_run.run(quick("late", WRITE))
     answer = json.loads(parts_run.file.read_text())["parts"]
-    assert {name: result["code"] for name, result in answer.items()} == {
-        "good": 0,
-        "broken": 3,
-        "slow": gpu_check.TIMED_OUT,
-        "late": None,
-    }
+    codes = {name: result["code"] for name, result in answer.items()}
+    assert codes == {"good": 0, "broken": 3, "slow": gpu_check.TIMED_OUT, "late": None}
 
 
 def test_an_incomplete_file_is_recorded(tmp_path: Path) -> None:
@@ -113,9 +109,8 @@ def test_an_incomplete_file_is_recorded(tmp_path: Path) -> None:
     checked.run(quick("half", "import sys; open(sys.argv[1], 'w').write('{\"figures\": ')"))
     assert checked.results["half"]["outcome"] == "incomplete file"
     (tmp_path / "tests.xml").write_text("<testsuite>")
-    assert gpu_check.written_by(quick("tests", "", kind="tests"), tmp_path / "tests.json") == {
-        "outcome": "incomplete file"
-    }
+    written = gpu_check.written_by(quick("tests", "", kind="tests"), tmp_path / "tests.json")
+    assert written == {"outcome": "incomplete file"}
 
 
 def test_steps_share_a_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +152,8 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert len(names) == len(LISTS["first"]) + len(LISTS["second"])
     assert ("--config=bench.py:llama_3b" in names[1]) == bool(gpu)
     answer = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    assert answer["gpu"] == (gpu or None) and list(answer["parts"]) == [
-        p.name for n in ("first", "second") for p in LISTS[n]
-    ]
+    assert answer["gpu"] == (gpu or None)
+    assert list(answer["parts"]) == [part.name for name in ("first", "second") for part in LISTS[name]]
     (row,) = (row for row in answer["comparison"] if row["figure"] == "RMSNorm tokens=16384 hidden=4096: forward ms")
     least = 4 * 16384 * 4096 / 3.35e12
     assert not gpu or row["measured_over_predicted"] == pytest.approx(1e-4 / least, rel=1e-3)
@@ -183,19 +177,11 @@ def test_measured_figures_are_compared_with_predictions(tmp_path: Path) -> None:
     passes = {name: {"seconds": {"median": 3e-3}} for name in ("forward", "both")}
     loss = {"name": "loss, plain", "sizes": {"tokens": 4}, "seconds": {"median": 5e-3}}
     parts = {"norm": [kernel | passes, {"name": "LayerNorm", "sizes": {}, "fault": "no"}], "loss": [loss]}
-    assert comparison.measured_figures("mfu", step) == {
-        "step s": 2.0,
-        "tokens/s": 300.0,
-        "MFU causal": None,
-        "MFU full": 0.5,
-        "peak GiB": 2.0,
-    }
-    assert comparison.measured_figures("kernels", {"parts": parts}) == {
-        "RMSNorm tokens=4: forward ms": 3.0,
-        "RMSNorm tokens=4: both ms": 3.0,
-        "LayerNorm": None,
-        "loss, plain tokens=4: both ms": 5.0,
-    }
+    of_step = {"step s": 2.0, "tokens/s": 300.0, "MFU causal": None, "MFU full": 0.5, "peak GiB": 2.0}
+    assert comparison.measured_figures("mfu", step) == of_step
+    norm = {"RMSNorm tokens=4: forward ms": 3.0, "RMSNorm tokens=4: both ms": 3.0, "LayerNorm": None}
+    of_kernels = norm | {"loss, plain tokens=4: both ms": 5.0}
+    assert comparison.measured_figures("kernels", {"parts": parts}) == of_kernels
     assert comparison.measured_figures("mfu", None) == {}
     seconds, speed = ({"predicted": value, "low": 0.9 * value, "high": 1.3 * value} for value in (1.6, 1000.0))
     predicted = {"step s": seconds, "tokens/s": speed, "peak GiB": 4.0, "new": 1.0}
@@ -241,16 +227,10 @@ def test_attention_references_need_little_memory() -> None:
 
 def test_reported_faults_are_computed_by_refused_kernels() -> None:
     """On a GPU by the backends, on a CPU by the reference."""
-    hopper, cpu = (
-        attention_cases.faults(on_gpu, device) for on_gpu, device in ((True, predict.HOPPER), (False, predict.CPU))
-    )
+    hopper, cpu = attention_cases.faults(True, predict.HOPPER), attention_cases.faults(False, predict.CPU)
     reports = {case.report: case.name for case in hopper if case.report}
-    assert {
-        attention_cases.MASK,
-        attention_cases.HALF_TILE,
-        attention_cases.ONE_QUERY,
-        attention_cases.FEW_HEADS,
-    } <= reports.keys()
+    names = ("MASK", "HALF_TILE", "ONE_QUERY", "FEW_HEADS")
+    assert {getattr(attention_cases, name) for name in names} <= reports.keys()
     assert "cudnn_mask" in reports[attention_cases.MASK] and "scores far below 0" in reports[attention_cases.MASK]
     old = attention_cases.faults(True, replace(predict.HOPPER, cudnn=(9, 14, 0)))
     assert attention_cases.WINDOW in {case.report for case in old}

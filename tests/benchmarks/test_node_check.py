@@ -64,9 +64,8 @@ def test_a_run_that_fails_or_differs_is_a_problem(code, losses, problem, tmp_pat
 
 def test_gpus_get_one_process_each_and_one_device_is_one_gpu(tmp_path):
     node = Node(tmp_path, gpus=4)
-    assert "--processes=4" in node.command(LAYOUTS[0], "run", 4) and "--devices=cpu:1" not in node.command(
-        LAYOUTS[0], "run", 4
-    )
+    command = node.command(LAYOUTS[0], "run", 4)
+    assert "--processes=4" in command and "--devices=cpu:1" not in command
     assert "--devices=cpu:2" in Node(tmp_path, gpus=0).command(LAYOUTS[0], "run", 4)
     show = [sys.executable, "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"]
     with node.started(show, "one", one_device=True) as process:

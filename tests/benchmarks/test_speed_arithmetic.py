@@ -80,24 +80,14 @@ def test_the_floor_is_the_larger_of_two_times() -> None:
 
 def test_spreads() -> None:
     summary = Spread.of([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (summary.median, summary.p10, summary.p90, summary.readings) == (
-        3.0,
-        pytest.approx(1.4),
-        pytest.approx(4.6),
-        5,
-    )
+    assert (summary.median, summary.p10, summary.p90, summary.readings) == pytest.approx((3.0, 1.4, 4.6, 5))
     rates = summary.into(6.0)
     assert (rates.median, rates.p10, rates.p90) == (2.0, pytest.approx(6 / 4.6), pytest.approx(6 / 1.4))
 
 
 @pytest.mark.parametrize(
     ("count", "seconds", "expected"),
-    [
-        (20, 1.0, [1] * 20),
-        (5, 1e-3, [1] * 5),
-        (40, 0.2, [3] * 13 + [1]),
-        (100, 1e-3, [10] * 10),
-    ],
+    [(20, 1.0, [1] * 20), (5, 1e-3, [1] * 5), (40, 0.2, [3] * 13 + [1]), (100, 1e-3, [10] * 10)],
 )
 def test_groups_are_long_or_ten(count: int, seconds: float, expected: list[int]) -> None:
     assert group_sizes(count, seconds, 0.5) == expected

@@ -47,10 +47,8 @@ def test_the_list_and_the_help_name_every_part(capsys: pytest.CaptureFixture) ->
         assert f"  {name} " in lines and part.line in lines
         assert main([name, "--help"]) == 0
         text = capsys.readouterr().out
-        assert (
-            text.startswith(f"python -m benchmarks {name}")
-            and resolve(f"benchmarks.{part.target}").__doc__[:60] in text
-        )
+        assert text.startswith(f"python -m benchmarks {name}")
+        assert resolve(f"benchmarks.{part.target}").__doc__[:60] in text
 
 
 def test_unknown_parts_and_options_are_refused() -> None:
@@ -249,10 +247,8 @@ def test_different_and_non_finite_gradients_are_reported(
     file = tmp_path / "ways.json"
     assert main(["expert_gradients", "--config=qwen3_moe.py:debug", f"--json={file}"]) == 1
     rows = json.loads(file.read_text())["figures"]["rows"]
-    assert [(row["way"], row["worst"], row["right"]) for row in rows] == [
-        ("ragged", "b", False),
-        ("capacity", "b", False),
-    ] * 2
+    ways = [("ragged", "b", False), ("capacity", "b", False)]
+    assert [(row["way"], row["worst"], row["right"]) for row in rows] == ways * 2
     assert capsys.readouterr().out.count("WRONG") == 4
 
 

@@ -21,12 +21,9 @@ def test_clusters_are_parsed() -> None:
     cluster, problems = read_cluster("h100:128")
     assert cluster is not None and not problems
     assert (cluster.device.name, cluster.devices, cluster.topology()) == ("h100", 128, "16x1x8")
-    names = [read_cluster(text)[0] for text in ("A100:8", "h200", "b200:2")]
-    assert [(one.device.name, one.devices, one.topology()) for one in names if one] == [
-        ("a100-80gb", 8, "1x1x8"),
-        ("h200", 8, "1x1x8"),
-        ("b200", 2, "1x1x2"),
-    ]
+    expected = {"A100:8": ("a100-80gb", 8, "1x1x8"), "h200": ("h200", 8, "1x1x8"), "b200:2": ("b200", 2, "1x1x2")}
+    clusters = {text: read_cluster(text)[0] for text in expected}
+    assert {text: (one.device.name, one.devices, one.topology()) for text, one in clusters.items() if one} == expected
     wide = read_cluster("b200:144", 72)[0]
     assert wide is not None and wide.topology() == "2x1x72"
 
@@ -51,17 +48,13 @@ def test_errors_of_devices(text: str | None) -> None:
         assert all(name in problem.hint for name in GPUS), "lists those there are"
 
 
-def test_the_nearest_name_is_suggested() -> None:
-    (problem,) = read_cluster("h10:8")[1]
-    assert problem.hint.startswith("did you mean h100")
-
-
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
         *((text, "did you mean h100:8?") for text in ("h100x8", "8xh100", "H100-8", "8 x H100", "h100*8", "8h100")),
         ("a100-40gb-16", "did you mean a100-40gb:16?"),
         ("h100-sxm", "did you mean h100"),
+        ("h10:8", "did you mean h100"),
         ("16", "which GPUs? For example h100:16"),
         ("gpu", "which GPUs? For example h100:8"),
         ("gpu:4", "which GPUs? For example h100:4"),
@@ -92,25 +85,14 @@ def test_usable_memory_is_what_a_run_reserves() -> None:
     assert GPUS["h100"].usable_gib(share) == pytest.approx(79.15 * share, rel=2e-3)
     assert GPUS["h200"].usable_gib(share) == pytest.approx(139.8 * share, rel=2e-3)
     cfg: Any = load(f"{ROOT}/configs/llama3.py")
-    parts = (share, 0.3)
-    cases = [
-        Case(replace(cfg, xla=replace(cfg.xla, memory_fraction=part)), Cluster(GPUS["h100"], 8, 8)) for part in parts
-    ]
-    assert [case.estimate.fits for case in cases] == [True, False]
-    for part, case in zip(parts, cases, strict=True):
+    for part, fits in ((share, True), (0.3, False)):
+        case = Case(replace(cfg, xla=replace(cfg.xla, memory_fraction=part)), Cluster(GPUS["h100"], 8, 8))
+        assert case.estimate.fits == fits
         assert case.estimate.run.usable_gib == case.usable_gib == GPUS["h100"].usable_gib(part)
 
 
-PLAIN = replace(
-    GPUS["h100"],
-    nvlink=100e9,
-    nvlink_share=1.0,
-    network=10e9,
-    network_share=1.0,
-    nvlink_latency=1e-6,
-    network_latency=10e-6,
-    launch=0.0,
-)
+LINKS = {"nvlink": 100e9, "nvlink_latency": 1e-6, "network": 10e9, "network_latency": 10e-6}
+PLAIN = replace(GPUS["h100"], **LINKS, nvlink_share=1.0, network_share=1.0, launch=0.0)
 GIGABYTE = 1e9
 
 
@@ -182,9 +164,8 @@ def test_invalid_device_descriptions(case: str, tmp_path: Path) -> None:
 
 
 def test_measured_constants_replace_known_ones(tmp_path: Path) -> None:
-    file = described(
-        tmp_path, '{"date": "x", "figures": {"constants": {"name": "h100", "matmul": 0.5}, "readings": {}}}'
-    )
+    constants = '{"constants": {"name": "h100", "matmul": 0.5}, "readings": {}}'
+    file = described(tmp_path, f'{{"date": "x", "figures": {constants}}}')
     assert read_device(file, GPUS["h100"]) == replace(GPUS["h100"], matmul=0.5)
     with pytest.raises(UserError, match=r"measured on h100, the plan is for h200"):
         read_device(file, GPUS["h200"])

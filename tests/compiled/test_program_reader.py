@@ -44,12 +44,9 @@ def contents() -> Contents:
 
 
 def test_every_collective_has_its_axis_and_bytes_and_count_and_place(contents: Contents) -> None:
-    actual = {
-        (row["kind"], row["axis"]): tuple(
-            row[key] for key in ("trips", "count", "bytes_once", "bytes", "inside_loop", "conditional")
-        )
-        for row in grouped(contents.collectives)
-    }
+    names = ("trips", "count", "bytes_once", "bytes", "inside_loop", "conditional")
+    rows = grouped(contents.collectives)
+    actual = {(row["kind"], row["axis"]): tuple(row[name] for name in names) for row in rows}
     assert actual == {
         ("all-to-all", "data"): ([], 1, BOX, BOX, False, False),
         ("reduce-scatter", "pipeline+tensor"): ([], 1, BOX, BOX, False, False),
@@ -63,12 +60,8 @@ def test_every_collective_has_its_axis_and_bytes_and_count_and_place(contents: C
 
 
 def test_loops_by_number_with_their_matmuls(contents: Contents) -> None:
-    assert [(loop.place.name, loop.place.trips, loop.matmuls) for loop in contents.loops] == [
-        ("", (), 0),
-        ("1", (3,), 1),
-        ("1.1", (3, 5), 0),
-        ("1.2", (3, None), 0),
-    ]
+    loops = [(loop.place.name, loop.place.trips, loop.matmuls) for loop in contents.loops]
+    assert loops == [("", (), 0), ("1", (3,), 1), ("1.1", (3, 5), 0), ("1.2", (3, None), 0)]
 
 
 def test_elements_of_results(contents: Contents) -> None:
@@ -120,12 +113,8 @@ def test_overlap_with_matmuls() -> None:
 
 
 def test_shapes() -> None:
-    assert arrays("(f32[2,3]{1,0}, /*index=1*/s32[], (bf16[4]{0:T(8,128)S(1)}, pred[<=8]))") == [
-        ("f32", 6),
-        ("s32", 1),
-        ("bf16", 4),
-        ("pred", 8),
-    ]
+    shape = "(f32[2,3]{1,0}, /*index=1*/s32[], (bf16[4]{0:T(8,128)S(1)}, pred[<=8]))"
+    assert arrays(shape) == [("f32", 6), ("s32", 1), ("bf16", 4), ("pred", 8)]
     sizes = {"bf16[3,5]": 30, "f8e4m3fn[7]": 7, "s4[3]": 2, "pred[2,2]": 4, "c64[2]": 16, "token[]": 0, "u32[]": 4}
     assert {shape: size(shape) for shape in sizes} == sizes
 

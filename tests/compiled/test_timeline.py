@@ -144,9 +144,8 @@ rhs_contracting_dims={2}"""
     assert played(entry(grouped)).seconds == pytest.approx(OVERHEAD * 2 * 16384 * 4096 * 2048 / rate)
     half = timeline(Costs(Program.read(HEAD + entry(grouped)), MESH, H100, 8, over_mean=2.0))
     rate = H100.matmul_rate("bfloat16") * H100.matmul_share(16384 / 8 / 2, 4096, 2048)
-    assert half.seconds == pytest.approx(OVERHEAD * 2 * 16384 / 2 * 4096 * 2048 / rate), (
-        "rows without tokens are skipped"
-    )
+    # Rows without tokens are skipped.
+    assert half.seconds == pytest.approx(OVERHEAD * 2 * 16384 / 2 * 4096 * 2048 / rate)
 
 
 @pytest.mark.parametrize(("mask", "part"), [("CAUSAL", 0.5), ("NO_MASK", 1.0)])

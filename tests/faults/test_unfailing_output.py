@@ -66,9 +66,8 @@ def test_output_with_a_reader_is_complete(tmp_path):
 @pytest.mark.parametrize(("live", "reader"), [("never", "| head -3"), ("always", "> /dev/full"), ("always", ">&- <&-")])
 def test_training_continues_without_a_reader(tmp_path, live, reader):
     """To its last step, with all its files, and code 0."""
-    command = (
-        f"{sys.executable} -m megajax.train --config={gangs.CONFIG} --devices=cpu:1 --run_dir=run --logging.live={live}"
-    )
+    settings = f"--config={gangs.CONFIG} --devices=cpu:1 --run_dir=run --logging.live={live}"
+    command = f"{sys.executable} -m megajax.train {settings}"
     environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY)}
     ended = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} {reader}"], cwd=tmp_path, env=environment, capture_output=True,
