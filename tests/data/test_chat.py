@@ -18,18 +18,13 @@ from megajax.data.rows.splits import Rows
 from megajax.kernels.attention import cudnn
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
-
-EOD = 256
+from tests.data.text_jobs import lines as write
+from tests.data.text_jobs import shown as text
 
 
 def chat(question: str, answer: str, system: str | None = None) -> dict[str, Any]:
     first = [] if system is None else [{"role": "system", "content": system}]
     return {"messages": [*first, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def write(path: Path, lines: list[Any]) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
 
 
 def splits(path: Path, length: int = 40, rows: Rows | None = None, tokenizer: Any = None, **options: Any) -> Any:
@@ -38,10 +33,6 @@ def splits(path: Path, length: int = 40, rows: Rows | None = None, tokenizer: An
     assert not config.problems()
     tokenizer = tokenizer or ByteTokenizerConfig().build()
     return config.build(tokenizer=tokenizer, schema=text_schema(length, 257), rows=rows or Rows(None), seed=3)
-
-
-def text(tokens: np.ndarray) -> str:
-    return "".join("|" if token == EOD else chr(token) for token in tokens.tolist())
 
 
 def test_a_row_of_two_conversations(tmp_path: Path) -> None:

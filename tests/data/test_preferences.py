@@ -1,6 +1,5 @@
 """Rows of preferences: pairs and judged answers, as texts and messages, and invalid lines."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,21 @@ from megajax.data.rows.splits import Rows
 from megajax.models.answers.config import DPOConfig, KTOConfig, ORPOConfig, with_objective
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
+from tests.data.text_jobs import lines as write
+from tests.data.text_jobs import shown as text
 
-EOD = 256
 TEXT = {"prompt": "q: ", "chosen": "yes", "rejected": "no"}
 USER = {"role": "user", "content": "q"}
 YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
 
 
 def splits(path: Path, lines: list[Any], length: int = 64, objective: Any = None, **options: Any) -> Any:
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    write(path, lines)
     options = {"paths": (str(path),), "split": "1", "cache_dir": f"{path}-cache"} | options
     config = PreferencesConfig(**options)
     assert not config.problems()
     schema = text_schema(length, 257) | (objective or ORPOConfig()).leaves(length)
     return config.build(tokenizer=ByteTokenizerConfig().build(), schema=schema, rows=Rows(None), seed=3)
-
-
-def text(tokens: np.ndarray) -> str:
-    return "".join("|" if token == EOD else chr(token) for token in tokens.tolist())
 
 
 def answers(row: dict[str, np.ndarray], leaf: str = "pairs") -> dict[int, str]:

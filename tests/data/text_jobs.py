@@ -42,8 +42,14 @@ def content(prefix: Path | str) -> tuple[bytes, bytes]:
 
 
 def lines(path: Path, records: list) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    """A file with a line for each record; strings are lines already."""
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in records))
     return path
+
+
+def shown(tokens: np.ndarray) -> str:
+    """Tokens of the byte tokenizer as text, with | for the end of a document."""
+    return "".join("|" if token == EOD else chr(token) for token in tokens.tolist())
 
 
 def job(tmp_path: Path, *inputs: Path | str, **more) -> Preprocessing:
