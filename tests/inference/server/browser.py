@@ -22,14 +22,9 @@ class Browser:
         # The protocol reads from descriptor 3 and writes to 4; the shell moves the pipes there.
         command = [
             *("bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", str(CHROMIUM), "--headless", "--no-sandbox"),
-            *(
-                "--disable-gpu",
-                "--hide-scrollbars",
-                "--disable-dev-shm-usage",
-                f"--window-size={window}",
-                "--remote-debugging-pipe",
-            ),
-            *("--no-first-run", "--disable-background-networking", f"--user-data-dir={self._profile.name}"),
+            *("--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
+            *("--no-first-run", "--disable-background-networking", f"--window-size={window}"),
+            f"--user-data-dir={self._profile.name}",
         ]
         self._process = subprocess.Popen(command, pass_fds=(read, write), stderr=subprocess.DEVNULL)
         os.close(read)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from served import Running, start, stop
+from served import Running, serving
 
 from megajax.inference.server.config import ServerConfig
 
@@ -23,17 +23,15 @@ def served() -> Iterator[Running]:
         body_seconds=0.4,
         write_seconds=1.0,
     )
-    running = start(config)
-    yield running
-    stop(running)
+    with serving(config) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     """With the module's chat template: answers repeat the prompt, so that a request decides what the model says."""
-    running = start(ServerConfig(reasoning=True, strict=True), template=request.module.TEMPLATE)
-    yield running
-    stop(running)
+    with serving(ServerConfig(reasoning=True, strict=True), template=request.module.TEMPLATE) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
 """A server in this process: its event loop runs on its own thread, its engine runs on a device without a model."""
 
 import asyncio
+import json
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,19 @@ class Running:
     def complete(self, **body: Any) -> httpx2.Response:
         return self.ask("/v1/completions", body)
 
+    def refuses(self, path: str, body: Any, param: str | None, words: str = "", method: str = "POST") -> str:
+        """Assert that the answer has status 400 and an error about this field with these words -> its message."""
+        answer = self.ask(path, body, method)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), answer.text
+        assert words in error["message"]
+        return error["message"]
+
+    def metrics(self) -> tuple[list[str], dict[str, float]]:
+        """The lines of /metrics, and name with its labels -> value."""
+        lines = self.ask("/metrics", method="GET").text.splitlines()
+        return lines, {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
     def blocks_used(self) -> int:
         return self.worker.statistics().blocks_used
 
@@ -63,6 +78,13 @@ class Running:
 
     def _requests(self) -> int:
         return self.worker.statistics().requests
+
+
+def pieces(answer: httpx2.Response) -> list[Any]:
+    """The answer itself, or the events of its stream without the last one, [DONE]."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [answer.json()]
+    return [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")[:-1]]
 
 
 def _guide(guide: Any) -> None:
@@ -108,10 +130,7 @@ def start(
     readiness, log = Readiness("tiny", worker), list[str]()
     models = ModelList(model, read_adapter, read_weights)
     server = Server(
-        build_application(models, config, access or Access(), readiness, log.append),
-        config,
-        readiness,
-        log.append,
+        build_application(models, config, access or Access(), readiness, log.append), config, readiness, log.append
     )
     bound = listening_socket(Access(port=0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
@@ -123,12 +142,18 @@ def start(
     return Running(server, worker, device, readiness, log, thread, address(bound), client)
 
 
-def stop(running: Running) -> None:
-    running.client.close()
-    running.server.should_exit = True
-    running.thread.join(10)
-    running.worker.close()
-    assert not running.thread.is_alive()
+@contextmanager
+def serving(*settings: Any, **more: Any) -> Iterator[Running]:
+    """A server with the settings of `start`, which ends with the block."""
+    running = start(*settings, **more)
+    try:
+        yield running
+    finally:
+        running.client.close()
+        running.server.should_exit = True
+        running.thread.join(10)
+        running.worker.close()
+        assert not running.thread.is_alive()
 
 
 def main() -> int:

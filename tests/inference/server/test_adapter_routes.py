@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from served import Running, start, stop
+from served import Running, serving
 from waiting import wait_until
 
 from megajax.config.errors import ConfigError, UserError
@@ -23,9 +23,8 @@ def read(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     """With two slots."""
-    server = start(ServerConfig(load_adapters=True, strict=True), slots=2, read_adapter=read)
-    yield server
-    stop(server)
+    with serving(ServerConfig(load_adapters=True, strict=True), slots=2, read_adapter=read) as server:
+        yield server
 
 
 def load(server: Running, name: str, folder: Path) -> tuple[int, str]:
@@ -124,8 +123,7 @@ def test_refusals(running: Running, tmp_path: Path) -> None:
         status, message = load(running, name, tmp_path / folder)
         assert status == 400 and text in message
     for body in ({"lora_name": "x"}, {"lora_name": "x", "lora_path": ""}):
-        answer = running.ask("/v1/load_lora_adapter", body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+        running.refuses("/v1/load_lora_adapter", body, "lora_path")
     assert running.ask("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 404
     body = {"lora_name": "x", "lora_path": str(tmp_path), "load_inplace": True}
     assert "unload the adapter first" in running.ask("/v1/load_lora_adapter", body).text

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served import Running, start, stop
+from served import Running, pieces, serving
 
 from megajax.config.errors import UserError
 from megajax.inference.request import Sampled, Sequence
@@ -24,30 +24,23 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 @pytest.fixture(scope="module")
 def lenient() -> Iterator[Running]:
     """A server with the default settings, whose template knows tools."""
-    running = start(ServerConfig(), template=TEMPLATES["plain"] + "{# tools <tool_call> #}")
-    yield running
-    stop(running)
+    with serving(ServerConfig(), template=TEMPLATES["plain"] + "{# tools <tool_call> #}") as running:
+        yield running
 
 
+def function(**more: Any) -> dict[str, Any]:
+    """A tool of a request."""
+    return {"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA, **more}}
+
+
+CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"place": "Rome"}'}}
+STRICT = {"name": "final_output", "strict": True, "schema": SCHEMA | {"title": "A", "additionalProperties": False}}
 BODIES: dict[str, dict[str, Any]] = {
     "the openai client": {
-        "messages": CHATS,
-        "model": "tiny",
-        "max_tokens": 4,
-        "frequency_penalty": None,
-        "logit_bias": {"97": -100, "98": 100},
-        "store": False,
-        "metadata": {"job": "a"},
-        "service_tier": "auto",
-        "user": "me",
-        "parallel_tool_calls": True,
-        "tool_choice": "none",
-        "tools": [],
-        "modalities": ["text"],
-        "verbosity": "low",
-        "reasoning_effort": "medium",
-        "prompt_cache_key": "a",
-        "safety_identifier": "b",
+        **{"messages": CHATS, "model": "tiny", "max_tokens": 4, "frequency_penalty": None, "store": False},
+        **{"logit_bias": {"97": -100, "98": 100}, "metadata": {"job": "a"}, "service_tier": "auto", "user": "me"},
+        **{"parallel_tool_calls": True, "tool_choice": "none", "tools": [], "modalities": ["text"], "verbosity": "low"},
+        **{"reasoning_effort": "medium", "prompt_cache_key": "a", "safety_identifier": "b"},
         "response_format": {"type": "text"},
     },
     "ChatOpenAI of LangChain": {
@@ -57,102 +50,43 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "assistant", "content": "hello", "tool_calls": None, "refusal": None, "function_call": None},
             {"role": "user", "content": "go on", "name": None},
         ],
-        "model": "tiny",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.7,
-        "max_completion_tokens": 4,
-        "n": 1,
-        "top_p": None,
-        "seed": None,
-        "stop": None,
-        "logprobs": None,
-        "top_logprobs": None,
-        "presence_penalty": None,
-        "reasoning_effort": None,
-        "disable_streaming": False,
+        **{"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7, "n": 1},
+        **{"max_completion_tokens": 4, "disable_streaming": False},
+        **dict.fromkeys(("top_p", "seed", "stop", "logprobs", "top_logprobs", "presence_penalty", "reasoning_effort")),
     },
     "the Agents SDK of OpenAI": {
-        "model": "tiny",
         "messages": [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": "hello", "annotations": [], "audio": None},
             {"role": "user", "content": "more"},
         ],
-        "tools": [],
-        "temperature": None,
-        "top_p": None,
-        "frequency_penalty": None,
-        "presence_penalty": None,
-        "max_tokens": 4,
-        "tool_choice": "auto",
-        "response_format": None,
-        "parallel_tool_calls": False,
-        "stream": False,
-        "stream_options": None,
-        "store": None,
-        "reasoning_effort": None,
-        "verbosity": None,
-        "top_logprobs": None,
-        "prompt_cache_retention": None,
-        "metadata": None,
-        "extra_headers": None,
+        **{"model": "tiny", "tools": [], "max_tokens": 4, "tool_choice": "auto"},
+        **{"parallel_tool_calls": False, "stream": False},
+        **dict.fromkeys(("temperature", "top_p", "frequency_penalty", "presence_penalty", "response_format", "store")),
+        **dict.fromkeys(("stream_options", "reasoning_effort", "verbosity", "top_logprobs", "prompt_cache_retention")),
+        **dict.fromkeys(("metadata", "extra_headers")),
     },
     "ChatOpenAI with tools": {
-        "model": "tiny",
-        "stream": False,
         "messages": [
             {"content": "the weather?", "role": "user"},
-            {
-                "content": None,
-                "role": "assistant",
-                "tool_calls": [
-                    {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"place": "Rome"}'}}
-                ],
-            },
+            {"content": None, "role": "assistant", "tool_calls": [CALL]},
             {"content": "sun", "role": "tool", "tool_call_id": "c"},
         ],
-        "max_completion_tokens": 4,
-        "parallel_tool_calls": False,
-        "tools": [{"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA}}],
+        **{"model": "tiny", "stream": False, "max_completion_tokens": 4, "parallel_tool_calls": False},
+        "tools": [function()],
     },
     "the Agents SDK with tools and a type of answer": {
-        "model": "tiny",
         "messages": [{"content": "Be brief", "role": "system"}, {"role": "user", "content": "hi"}],
-        "max_tokens": 4,
-        "tools": [
-            {"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA, "strict": True}}
-        ],
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "final_output",
-                "strict": True,
-                "schema": SCHEMA | {"title": "A", "additionalProperties": False},
-            },
-        },
+        **{"model": "tiny", "max_tokens": 4, "tools": [function(strict=True)]},
+        "response_format": {"type": "json_schema", "json_schema": STRICT},
     },
     "vLLM": {
-        "messages": CHATS,
-        "max_tokens": 4,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "min_tokens": 0,
-        "stop_token_ids": [],
-        "ignore_eos": False,
-        "include_stop_str_in_output": False,
-        "skip_special_tokens": True,
-        "spaces_between_special_tokens": True,
-        "add_special_tokens": False,
+        **{"messages": CHATS, "max_tokens": 4, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0},
+        **{"stop_token_ids": [], "ignore_eos": False, "include_stop_str_in_output": False, "skip_special_tokens": True},
+        **{"spaces_between_special_tokens": True, "add_special_tokens": False, "use_beam_search": False, "priority": 0},
+        **dict.fromkeys(("best_of", "guided_json", "structured_outputs", "truncate_prompt_tokens")),
         "chat_template_kwargs": {"enable_thinking": False},
-        "use_beam_search": False,
-        "best_of": None,
-        "guided_json": None,
-        "structured_outputs": None,
-        "truncate_prompt_tokens": None,
-        "priority": 0,
     },
 }
 
@@ -161,11 +95,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def test_bodies_of_clients(lenient: Running, name: str) -> None:
     answer = lenient.ask("/v1/chat/completions", BODIES[name])
     assert answer.status_code == 200, answer.text
-    if BODIES[name].get("stream"):
-        events = [json.loads(event[6:]) for event in answer.text.strip().split("\n\n")[:-1]]
-        assert events[-1]["usage"]["completion_tokens"] == 4
-    else:
-        assert answer.json()["usage"]["completion_tokens"] == 4
+    assert pieces(answer)[-1]["usage"]["completion_tokens"] == 4
 
 
 def test_a_completion_with_every_field_of_openai(lenient: Running) -> None:
@@ -207,10 +137,14 @@ def sampling_of(lenient: Running, body: dict[str, Any]) -> Sequence:
         ({"structured_outputs": {"choice": ["a.b"]}}, "a\\.b"),
         ({"regex": "a"}, "a"),
         ({"json_schema": json.dumps(SCHEMA)}, SCHEMA),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"type": "object"}),
+        ({"response_format": {"type": "json_schema", "json_schema": STRICT}}, STRICT["schema"]),
     ],
 )
-def test_guides_of_vllm(lenient: Running, body: dict[str, Any], guide: Any) -> None:
-    assert sampling_of(lenient, body).sampling.guide == guide
+def test_guides_of_openai_and_vllm(lenient: Running, body: dict[str, Any], guide: Any) -> None:
+    """Also with the order of a schema's properties."""
+    assert json.dumps(sampling_of(lenient, body).sampling.guide) == json.dumps(guide)
 
 
 def test_settings_of_vllm(lenient: Running) -> None:
@@ -226,8 +160,7 @@ def test_settings_of_vllm(lenient: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_string_in_the_text(lenient: Running, stream: bool) -> None:
     body = {"prompt": "abcd", "max_tokens": 9, "stop": ["bc"], "include_stop_str_in_output": True, "stream": stream}
-    text = lenient.ask("/v1/completions", body).text
-    bodies = [json.loads(event[6:]) for event in text.strip().split("\n\n")[:-1]] if stream else [json.loads(text)]
+    bodies = pieces(lenient.ask("/v1/completions", body))
     assert "".join(body["choices"][0]["text"] for body in bodies) == "abc"
     assert bodies[-1]["choices"][0]["finish_reason"] == "stop"
 
@@ -235,8 +168,7 @@ def test_the_stop_string_in_the_text(lenient: Running, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_ids_of_tokens(lenient: Running, stream: bool) -> None:
     body = {"prompt": ["ab", "c"], "max_tokens": 2, "return_token_ids": True, "stream": stream}
-    text = lenient.ask("/v1/completions", body).text
-    bodies = [json.loads(event[6:]) for event in text.strip().split("\n\n")[:-1]] if stream else [json.loads(text)]
+    bodies = pieces(lenient.ask("/v1/completions", body))
     choices = [choice for body in bodies for choice in body["choices"]]
     assert [choice["prompt_token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])
             if "prompt_token_ids" in choice] == [[97, 98], [99]]  # fmt: skip
@@ -270,10 +202,13 @@ def test_usage_counts_tokens_in_the_cache(lenient: Running) -> None:
     usages = [lenient.ask("/v1/completions", body).json()["usage"] for _ in range(2)]
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 96]
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
-    events = lenient.ask("/v1/completions", body | {"stream": True, "stream_options": options}).text.split("\n\n")
-    counts = [json.loads(event[6:])["usage"]["completion_tokens"] for event in events[:-2]]
+    usages = [
+        event["usage"]
+        for event in pieces(lenient.ask("/v1/completions", {**body, "stream": True, "stream_options": options}))
+    ]
+    counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 3
-    assert json.loads(events[0][6:])["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+    assert usages[0]["prompt_tokens_details"]["cached_tokens"] == 96
 
 
 def test_the_last_message_is_continued(lenient: Running) -> None:
@@ -290,20 +225,16 @@ def test_variables_of_the_template() -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}|{{ reasoning_effort }}|{{ mode.a[0] }}|{{ bos_token }}"
     )
-    running = start(ServerConfig(), template=template)
-    try:
-        body = {"messages": CHATS, "reasoning_effort": "low", "max_tokens": 1, "return_token_ids": True}
-        body |= {"chat_template_kwargs": {"mode": {"a": ["x"]}}}
+    body = {"messages": CHATS, "reasoning_effort": "low", "max_tokens": 1, "return_token_ids": True}
+    body |= {"chat_template_kwargs": {"mode": {"a": ["x"]}}}
+    with serving(ServerConfig(), template=template) as running:
         tokens = running.ask("/v1/chat/completions", body).json()["prompt_token_ids"]
-    finally:
-        stop(running)
     assert bytes(tokens) == b"hi|low|x|"
 
 
 def test_requests_win_over_the_defaults_of_a_model() -> None:
     defaults = Sampling(temperature=0.6, top_k=20)
-    running = start(ServerConfig(), sampling=defaults)
-    try:
+    with serving(ServerConfig(), sampling=defaults) as running:
         for body, (temperature, top_k, beams) in (
             ({}, (0.6, 20, 1)),
             ({"temperature": 0, "top_k": None}, (0, 20, 1)),
@@ -314,8 +245,6 @@ def test_requests_win_over_the_defaults_of_a_model() -> None:
             sampling = running.device.seen[0].sampling
             assert (sampling.temperature, sampling.top_k, sampling.beams) == (temperature, top_k, beams)
             assert sampling_of(running, {"temperature": 0.5}).sampling.top_k == 20
-    finally:
-        stop(running)
     assert described(defaults) == "temperature 0.6, top_k 20 by generation_config.json"
     assert described(Sampling()) == "OpenAI's defaults"
 
@@ -356,8 +285,7 @@ def test_tokens_that_are_allowed_and_words_that_are_not(served: Running) -> None
             ({"bad_words": "a"}, "bad_words"),
             ({"bad_words": ["a"], "beams": 2}, "bad_words"),
         ):
-            answer = served.ask(path, {**base, **more})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+            served.refuses(path, {**base, **more}, param)
 
 
 def test_prompts_are_cut_to_their_last_tokens(served: Running) -> None:
@@ -374,8 +302,7 @@ def test_prompts_are_cut_to_their_last_tokens(served: Running) -> None:
             assert bytes(row.tokens[: row.prompt]).decode() == kept
             assert answer["usage"]["prompt_tokens"] == len(kept)
         for most in (0, -2, 1.5, True):
-            answer = served.ask(path, {**base, "truncate_prompt_tokens": most})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+            served.refuses(path, {**base, "truncate_prompt_tokens": most}, "truncate_prompt_tokens")
     body = {"prompt": ["a" * (longest + 9), "b" * (longest + 1)], "max_tokens": 1, "truncate_prompt_tokens": -1}
     assert served.complete(**body).json()["usage"]["prompt_tokens"] == 2 * (longest - 1)
 
@@ -397,9 +324,7 @@ def test_a_guide_that_grows_too_large_is_the_clients_error(served: Running, monk
 
     monkeypatch.setattr(served.worker.engine, "_guide", lambda guide: Growing())
     body = {"prompt": "aab", "guided_regex": "a*", "max_tokens": 9}
-    answer = served.complete(**body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex"), answer.text
-    assert "the guide is too large" in answer.json()["error"]["message"]
+    served.refuses("/v1/completions", body, "guided_regex", "the guide is too large")
     assert '"code":400' in served.complete(**body, stream=True).text
     assert served.all_free()
 
@@ -413,9 +338,7 @@ def test_settings_that_leave_no_token_are_the_clients_error(served: Running, mon
         "min_tokens": {"min_tokens": 1},
     }
     for param, body in bodies.items():
-        answer = served.complete(prompt="ab", **body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
         message = f"{param} leaves no token to follow 0 tokens of the answer: allow more tokens"
-        assert answer.json()["error"]["message"] == message
+        assert served.refuses("/v1/completions", {"prompt": "ab", **body}, param) == message
     assert served.complete(prompt="ab").status_code == 500
     assert served.all_free()

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from echo_device import EchoDevice
-from served import Running, start, stop
+from served import Running, serving
 from waiting import wait_until
 
 from megajax.config.errors import UserError
@@ -28,9 +28,8 @@ def read(folder: Path) -> Any:
 @pytest.fixture
 def running() -> Iterator[Running]:
     device = EchoDevice(rows=4, blocks=400, seconds=0.002)
-    server = start(ServerConfig(control=True, strict=True), device, read_weights=read)
-    yield server
-    stop(server)
+    with serving(ServerConfig(control=True, strict=True), device, read_weights=read) as server:
+        yield server
 
 
 @pytest.fixture
@@ -117,8 +116,8 @@ def test_weights_with_all_requests_aborted(running: Running, pool: ThreadPoolExe
 
 def test_weights_that_do_not_fit(running: Running, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    (answer,) = [running.ask("/update_weights_from_disk", {"model_path": ""})]
-    assert answer.status_code == 400 and "must be a string that is not empty" in answer.json()["error"]["message"]
+    words = "must be a string that is not empty"
+    running.refuses("/update_weights_from_disk", {"model_path": ""}, "model_path", words)
     for name, message in (("other", "of another model"), ("nowhere", "is not a folder")):
         answer = running.ask("/update_weights_from_disk", {"model_path": str(tmp_path / name)})
         body = answer.json()
@@ -193,24 +192,21 @@ def test_requests_are_aborted_while_a_pause_waits_for_them(running: Running, poo
      ("/sleep?mode=in_place", "mode"), ("/wake_up?tags=all", "tags"), ("/resume?now=true", "now")],
 )  # fmt: skip
 def test_parameters_are_checked(running: Running, path: str, param: str) -> None:
-    answer = running.ask(path)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    running.refuses(path, None, param)
 
 
 def test_the_routes_are_off_by_default_and_refuse_web_pages_and_clients_without_a_key(tmp_path: Path) -> None:
-    plain = start(ServerConfig())
-    assert [plain.ask(path, {}).status_code for path in POSTS] == [404] * len(POSTS)
-    stop(plain)
+    with serving(ServerConfig()) as plain:
+        assert [plain.ask(path, {}).status_code for path in POSTS] == [404] * len(POSTS)
     (tmp_path / "keys").write_text("0123456789abcdef\n")
-    keyed = start(ServerConfig(control=True), access=Access(api_key_file=tmp_path / "keys"))
-    assert [keyed.ask(path, {}).status_code for path in POSTS] == [401] * len(POSTS)
-    headers = {"Authorization": "Bearer 0123456789abcdef"}
-    assert keyed.ask("/pause", headers=headers).status_code == 200
-    page = {**headers, "Origin": "http://web.example"}
-    assert [keyed.ask(path, {}, headers=page).status_code for path in POSTS] == [403] * len(POSTS)
-    document = json.dumps(keyed.ask("/openapi.json", method="GET", headers=headers).json())
+    with serving(ServerConfig(control=True), access=Access(api_key_file=tmp_path / "keys")) as keyed:
+        assert [keyed.ask(path, {}).status_code for path in POSTS] == [401] * len(POSTS)
+        headers = {"Authorization": "Bearer 0123456789abcdef"}
+        assert keyed.ask("/pause", headers=headers).status_code == 200
+        page = {**headers, "Origin": "http://web.example"}
+        assert [keyed.ask(path, {}, headers=page).status_code for path in POSTS] == [403] * len(POSTS)
+        document = json.dumps(keyed.ask("/openapi.json", method="GET", headers=headers).json())
     assert all(f'"{path}"' in document for path in POSTS)
-    stop(keyed)
 
 
 def test_weights_that_stay_are_not_read(running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,19 +8,20 @@ import numpy as np
 import openai
 import pytest
 from echo_device import BAD, EchoDevice, state_of
-from served import Running, start, stop
+from served import Running, serving
 
 from megajax.config.errors import UserError
 from megajax.inference.server.config import ServerConfig
 from megajax.tokenizers.byte import ByteTokenizer
 
+LONGEST = EchoDevice().length
+
 
 @pytest.fixture(scope="module", params=["first", "last", "mean"])
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    running = start(ServerConfig(strict=True, prompts=8, pooling=request.param))
-    running.pooling = request.param  # type: ignore[attr-defined]
-    yield running
-    stop(running)
+    with serving(ServerConfig(strict=True, prompts=8, pooling=request.param)) as running:
+        running.pooling = request.param  # type: ignore[attr-defined]
+        yield running
 
 
 def vector_of(running: Running, text: bytes) -> np.ndarray:
@@ -88,7 +89,7 @@ def test_bytes_and_fewer_dimensions(running: Running) -> None:
         ({"input": ["a", [1]]}, "input"),
         ({"input": [300]}, "input"),
         ({"input": ["a"] * 9}, "input"),
-        ({"input": "a" * (EchoDevice().length + 1)}, "input"),
+        ({"input": "a" * (LONGEST + 1)}, "input"),
         ({"input": "a", "dimensions": 4}, "dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
@@ -96,37 +97,24 @@ def test_bytes_and_fewer_dimensions(running: Running) -> None:
     ],
 )
 def test_what_is_refused(running: Running, body: dict[str, Any], param: str) -> None:
-    answer = running.ask("/v1/embeddings", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    running.refuses("/v1/embeddings", body, param)
 
 
-def test_tokens_around_a_text(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_a_text(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A special token ends it, unless it is cut to its first tokens; it may be as long as a row."""
     monkeypatch.setattr(running.worker.engine.tokenizer, "suffix", (2,))
     for text, more, content in (
         ("ab", {}, b"ab\x02"),
         ("ab", {"add_special_tokens": False}, b"ab"),
         (list(b"ab"), {}, b"ab"),
+        ("a" * LONGEST, {"add_special_tokens": False}, b"a" * LONGEST),
+        ("abcde", {"truncate_prompt_tokens": 3}, b"ab\x02"),
+        ("abcde", {"truncate_prompt_tokens": 6}, b"abcde\x02"),
+        ("abcde", {"truncate_prompt_tokens": 1}, b"a"),
+        (list(b"abcde"), {"truncate_prompt_tokens": 3}, b"abc"),
+        ("x" * 2 * LONGEST, {"truncate_prompt_tokens": -1}, b"x" * (LONGEST - 1) + b"\x02"),
     ):
-        vector = embed(running, input=text, **more)["data"][0]["embedding"]
-        np.testing.assert_allclose(vector, vector_of(running, content), atol=1e-6)
-
-
-def test_a_text_as_long_as_a_row(running: Running) -> None:
-    vector = embed(running, input="a" * EchoDevice().length)["data"][0]["embedding"]
-    np.testing.assert_allclose(vector, vector_of(running, b"a"), atol=1e-6)
-
-
-def test_texts_are_cut_to_their_first_tokens(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.worker.engine.tokenizer, "suffix", (2,))
-    longest = EchoDevice().length
-    for text, most, content in (
-        ("abcde", 3, b"ab\x02"),
-        ("abcde", 6, b"abcde\x02"),
-        ("abcde", 1, b"a"),
-        (list(b"abcde"), 3, b"abc"),
-        ("x" * 2 * longest, -1, b"x" * (longest - 1) + b"\x02"),
-    ):
-        body = embed(running, input=text, truncate_prompt_tokens=most)
+        body = embed(running, input=text, **more)
         np.testing.assert_allclose(body["data"][0]["embedding"], vector_of(running, content), atol=1e-6)
         assert body["usage"]["prompt_tokens"] == len(content)
 
@@ -137,8 +125,7 @@ def test_a_text_that_the_tokenizer_rejects(running: Running, monkeypatch: pytest
 
     monkeypatch.setattr(ByteTokenizer, "encode", reject)
     for path, field in (("/v1/embeddings", "input"), ("/v1/completions", "prompt")):
-        answer = running.ask(path, {field: "!"})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+        running.refuses(path, {field: "!"}, field)
 
 
 def test_a_text_that_fails(running: Running) -> None:

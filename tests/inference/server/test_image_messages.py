@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from echo_device import EchoDevice
 from PIL import Image
-from served import Running, start, stop
+from served import Running, serving
 
 from megajax.data.images.decoding import StoredPicture
 from megajax.data.images.transforms import fit_image
@@ -35,8 +35,12 @@ def file_of(seed: int, kind: str = "PNG", size: tuple[int, int] = (20, 30)) -> b
     return file.getvalue()
 
 
+def linked(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def part(file: bytes, kind: str = "png") -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{b64encode(file).decode()}"}}
+    return linked(f"data:image/{kind};base64,{b64encode(file).decode()}")
 
 
 TEXT, FIRST, SECOND = {"type": "text", "text": "hi"}, file_of(1), file_of(2, "JPEG")
@@ -45,9 +49,8 @@ TEXT, FIRST, SECOND = {"type": "text", "text": "hi"}, file_of(1), file_of(2, "JP
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     config = ServerConfig(strict=True, image_pixels=1000)
-    running = start(config, EchoDevice(images=INPUT), access=Access(log_prompts=True))
-    yield running
-    stop(running)
+    with serving(config, EchoDevice(images=INPUT), access=Access(log_prompts=True)) as running:
+        yield running
 
 
 def row_of(running: Running, content: Any) -> tuple[str, list[bytes]]:
@@ -97,16 +100,8 @@ def test_tokens_and_streams(running: Running) -> None:
     [
         ([{"type": "image_url"}], "messages[0].content[0].image_url", "must be given"),
         ([{"type": "image_url", "image_url": "a"}], "messages[0].content[0].image_url", "an object"),
-        (
-            [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}],
-            "messages[0].content[0].image_url.url",
-            "data:image/png",
-        ),
-        (
-            [TEXT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}],
-            "messages[0].content[1].image_url.url",
-            "data:image/png",
-        ),
+        ([linked("http://127.0.0.1/a.png")], "messages[0].content[0].image_url.url", "data:image/png"),
+        ([TEXT, linked("data:image/png;base64,*")], "messages[0].content[1].image_url.url", "data:image/png"),
         ([part(FIRST), part(b"GIF89a" + bytes(40))], "messages", "image 2 of messages is neither a PNG nor a JPEG"),
         ([part(FIRST[:200])], "messages", "image 1 of messages is damaged"),
         ([part(file_of(3, size=(40, 30)))], "messages", "has more than 1,000 pixels"),
@@ -115,17 +110,13 @@ def test_tokens_and_streams(running: Running) -> None:
     ],
 )
 def test_what_is_refused(running: Running, content: Any, param: str, words: str) -> None:
-    answer = running.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param), answer.text
-    assert words in error["message"]
+    running.refuses("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}, param, words)
     assert running.all_free()
 
 
 def test_images_are_not_cut(running: Running) -> None:
     body = {"messages": [{"role": "user", "content": [part(FIRST)]}], "truncate_prompt_tokens": 4}
-    answer = running.ask("/v1/chat/completions", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    running.refuses("/v1/chat/completions", body, "truncate_prompt_tokens")
     answer = running.complete(prompt=[97, TOKEN], max_tokens=1)
     assert answer.status_code == 400, answer.text
 

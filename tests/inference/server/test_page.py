@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
-from served import Running, start, stop
+from served import Running, serving
 
 from megajax.config import load
 from megajax.inference.loaded_model import LoadedModel
@@ -22,9 +22,8 @@ NODE = shutil.which("node")
 
 @pytest.fixture(scope="module", params=["plain", None], ids=["chat", "no chat template"])
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[Running, bool]]:
-    running = start(ServerConfig(), template=request.param)
-    yield running, request.param is not None
-    stop(running)
+    with serving(ServerConfig(), template=request.param) as running:
+        yield running, request.param is not None
 
 
 def test_the_models_entry_lists_its_routes(running: tuple[Running, bool]) -> None:

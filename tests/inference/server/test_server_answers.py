@@ -1,16 +1,23 @@
-"""Answers of the routes, read by the official client where it has the route."""
+"""Answers of the routes, read by the official client where it has the route; and routes that there are not."""
 
 import json
 import re
 from base64 import b64encode
 from hashlib import sha256
 from importlib.resources import files
+from pathlib import Path
 
+import jsonschema
 import openai
 import pytest
 from served import Running
 from waiting import wait_until
 
+import megajax
+from megajax.inference.server.fields import CHAT
+from megajax.inference.server.values import Field
+
+BOARD = Path(__file__).parents[3] / "launch/grafana_serving.json"
 CHATS = [{"role": "user", "content": "hi"}]
 
 
@@ -150,8 +157,7 @@ def test_models(client: openai.OpenAI, served: Running) -> None:
 def test_metrics(served: Running) -> None:
     served.complete(prompt="abc", max_tokens=3)
     served.ask("/no/such\nroute".replace("\n", "%0a"), method="GET")
-    lines = served.ask("/metrics", method="GET").text.splitlines()
-    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    lines, values = served.metrics()
     assert all(name.startswith(("megajax_", "vllm:")) and not name.endswith("_created") for name in values)
     assert values['megajax_requests_total{code="200",route="/v1/completions"}'] >= 1
     assert values['megajax_requests_total{code="404",route="other"}'] >= 1
@@ -164,8 +170,7 @@ def test_metrics(served: Running) -> None:
 
 def test_the_metrics_of_vllm(served: Running) -> None:
     served.complete(prompt="abc" * 20, max_tokens=3)
-    lines = served.ask("/metrics", method="GET").text.splitlines()
-    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    lines, values = served.metrics()
     label = '{model_name="tiny"}'
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"# TYPE vllm:{name} gauge" in lines and values[f"vllm:{name}{label}"] == 0
@@ -211,19 +216,6 @@ def test_the_log_has_no_prompts(served: Running) -> None:
     assert " 400 " in lines[1]
 
 
-def test_json_follows_a_guide(served: Running) -> None:
-    """The schema goes to the engine."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    for asked, guide in (
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, {"type": "object"}),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}, schema),
-    ):
-        body = {"messages": CHATS, "max_tokens": 1, "response_format": asked}
-        assert served.ask("/v1/chat/completions", body).status_code == 200
-        assert json.dumps(served.device.seen[0].sampling.guide) == json.dumps(guide)
-
-
 def test_an_internal_error_is_json_without_details(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("the inside of the server")
@@ -235,3 +227,48 @@ def test_an_internal_error_is_json_without_details(served: Running, monkeypatch:
     assert "inside" not in answer.text
     assert wait_until(lambda: "inside" in "".join(served.log))
     assert served.complete(prompt="a", max_tokens=1).status_code == 200
+
+
+def test_health_and_version(served: Running) -> None:
+    assert served.ask("/health", method="GET").json() == {"status": "ok"}
+    assert served.ask("/version", method="GET").json() == {"version": megajax.__version__}
+
+
+def test_the_board_shows_metrics_that_exist(served: Running) -> None:
+    served.complete(prompt="abc", max_tokens=3)
+    exposed = {name.partition("{")[0] for name in served.metrics()[1]}
+    board = json.loads(BOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [variable["query"]["query"] for variable in board["templating"]["list"] if "datasource" in variable]
+    for query in queries:
+        names = re.findall(r"megajax_\w+", query)
+        assert names and exposed.issuperset(names), query
+
+
+def test_every_route_and_field_is_described(served: Running) -> None:
+    described = served.ask("/openapi.json", method="GET").json()
+    assert described["openapi"].startswith("3.1") and described["info"]["version"] == megajax.__version__
+    for path, operations in described["paths"].items():
+        for method in operations:
+            answer = served.ask(path.replace("{name}", "tiny"), {} if method != "get" else None, method.upper())
+            assert answer.status_code in (200, 400), path
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.Draft202012Validator.check_schema(body)
+    supported = {name for name, field in CHAT.items() if isinstance(field, Field)}
+    assert body["properties"].keys() == supported and body["required"] == ["messages"]
+    assert body["properties"]["stop"]["description"] == "a string or a list of strings"
+    assert body["additionalProperties"] is False, "the server is strict"
+    (parameter,) = described["paths"]["/v1/models/{name}"]["get"]["parameters"]
+    assert parameter["name"] == "name"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/responses", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/completions", "/chat/completions",
+     "/ping", "/pause_generation", "/continue_generation"],
+)  # fmt: skip
+def test_there_is_one_name_for_each_route(served: Running, path: str) -> None:
+    for method, body in (("POST", {}), ("GET", None)):
+        answer = served.ask(path, body, method)
+        assert answer.status_code == 404 and answer.json()["error"]["message"] == f"no route {path}"
+    assert path not in served.ask("/openapi.json", method="GET").json()["paths"]

@@ -5,11 +5,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from echo_device import BAD, DEATH, EchoDevice
-from served import Running, start, stop
+from served import Running, serving
 from waiting import wait_until
 
 from megajax.config.errors import ConfigError
@@ -21,9 +22,19 @@ from megajax.inference.server.server import Serving
 def small() -> Iterator[Running]:
     """Four rows, eight waiting requests."""
     config = ServerConfig(queue=8, prompts=8, write_seconds=0.5, stall_seconds=0.3)
-    running = start(config, EchoDevice(rows=4, blocks=400, length=4096, seconds=0.002))
-    yield running
-    stop(running)
+    with serving(config, EchoDevice(rows=4, blocks=400, length=4096, seconds=0.002)) as running:
+        yield running
+
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file with KEY and two other keys."""
+    file = tmp_path / "keys"
+    file.write_text(f"{KEY}\n  second-key-of-some-length \n\nfedcba9876543210\n")
+    return file
 
 
 def test_more_requests_than_the_queue_holds(small: Running) -> None:
@@ -112,8 +123,9 @@ def test_an_error_of_one_request_ends_only_that_request(small: Running) -> None:
         assert failure.status_code == 500 and failure.json()["error"]["type"] == "server_error"
         assert "choices" not in failure.text
         assert all(future.result().json()["choices"][0]["text"] == "ab" * 50 for future in unaffected)
-    events = small.complete(prompt=failing_prompt, max_tokens=5, stream=True).text.strip().split("\n\n")
-    assert json.loads(events[-1][6:])["error"]["type"] == "server_error" and "[DONE]" not in events[-1]
+    stream = small.complete(prompt=failing_prompt, max_tokens=5, stream=True).text
+    last = stream.strip().split("\n\n")[-1]
+    assert json.loads(last[6:])["error"]["type"] == "server_error" and "[DONE]" not in last
     # Health needs a step with finite numbers, so a request causes one.
     assert small.ask("/health", method="GET").status_code == 503
     assert small.complete(prompt="ab", max_tokens=2).status_code == 200
@@ -127,8 +139,7 @@ def test_a_server_that_compiles_says_so() -> None:
         assert compiled.wait(20)
         yield
 
-    running = start(ServerConfig(), prepare=prepare())
-    try:
+    with serving(ServerConfig(), prepare=prepare()) as running:
         health = running.ask("/health", method="GET")
         assert health.status_code == 503 and health.json() == {"status": "starting"}
         refused = running.complete(prompt="ab", max_tokens=2)
@@ -136,9 +147,6 @@ def test_a_server_that_compiles_says_so() -> None:
         compiled.set()
         assert wait_until(lambda: running.ask("/health", method="GET").status_code == 200)
         assert running.complete(prompt="ab", max_tokens=2).json()["choices"][0]["text"] == "ab"
-    finally:
-        compiled.set()
-        stop(running)
 
 
 def test_health_reports_a_hanging_engine(small: Running) -> None:
@@ -153,52 +161,43 @@ def test_health_reports_a_hanging_engine(small: Running) -> None:
 
 
 def test_the_death_of_the_engine_ends_the_server() -> None:
-    running = start(ServerConfig(), EchoDevice(seconds=0.002))
-    with ThreadPoolExecutor(3) as pool:
+    with serving(ServerConfig(), EchoDevice(seconds=0.002)) as running, ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(running.complete, prompt="ab", max_tokens=4000) for _ in range(2)]
         assert wait_until(lambda: running.worker.statistics().running == 2)
         assert running.complete(prompt=bytes(DEATH).decode(), max_tokens=5).status_code == 500
         assert [future.result().status_code for future in futures] == [500, 500]
-    running.thread.join(10)
-    assert running.server.exit_code == 1 and not running.thread.is_alive()
+        running.thread.join(10)
+        assert running.server.exit_code == 1 and not running.thread.is_alive()
     assert any("the server ends" in line for line in running.log)
 
 
-def test_each_key_has_a_cache_of_its_own(tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("0123456789abcdef\nfedcba9876543210\n")
-    running, shared = start(ServerConfig(cache_per_key=True), access=Access(api_key_file=keys)), []
-    for key, salt in (("0123456789abcdef", None), ("fedcba9876543210", None)) * 2 + (("0123456789abcdef", "mine"),):
-        headers = {"Authorization": f"Bearer {key}"}
-        answer = running.ask("/v1/completions", {"prompt": "a" * 40, "cache_salt": salt}, headers=headers).json()
-        shared.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-    stop(running)
+def test_each_key_has_a_cache_of_its_own(keys: Path) -> None:
+    shared, other = [], "fedcba9876543210"
+    with serving(ServerConfig(cache_per_key=True), access=Access(api_key_file=keys)) as running:
+        for key, salt in ((KEY, None), (other, None), (KEY, None), (other, None), (KEY, "mine")):
+            body, headers = {"prompt": "a" * 40, "cache_salt": salt}, {"Authorization": f"Bearer {key}"}
+            answer = running.ask("/v1/completions", body, headers=headers).json()
+            shared.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert shared == [0, 0, 32, 32, 0]
     with pytest.raises(ConfigError, match="needs keys"):
         Serving(ServerConfig(cache_per_key=True), Access(port=0))
 
 
-def test_keys_on_every_route_except_health(tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("0123456789abcdef\n  second-key-of-some-length \n\n")
-    running = start(ServerConfig(), template=None, access=Access(api_key_file=keys))
+def test_keys_on_every_route_except_health(keys: Path) -> None:
     routes = [("GET", "/"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("PUT", "/api"),
               ("POST", "/tokenize"), ("GET", "/none"), ("GET", "/health/")]  # fmt: skip
-    for method, path in routes:
-        for headers in ({}, {"authorization": "Bearer 0123456789abcde"}, {"authorization": "0123456789abcdef"}):
-            answer = running.ask(path, {} if method != "GET" else None, method, headers=headers)
-            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
-            assert answer.headers["www-authenticate"].startswith("Basic ")
-    assert running.ask("/health", method="GET").status_code == 200
-    for header in ("Bearer 0123456789abcdef", "bearer second-key-of-some-length", "Basic OjAxMjM0NTY3ODlhYmNkZWY="):
-        assert running.ask("/v1/models", method="GET", headers={"authorization": header}).status_code == 200
-    without = running.ask(
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a"}]},
-        headers={"authorization": "Bearer 0123456789abcdef"},
-    )
+    with serving(ServerConfig(), template=None, access=Access(api_key_file=keys)) as running:
+        for method, path in routes:
+            for headers in ({}, {"authorization": f"Bearer {KEY[:-1]}"}, {"authorization": KEY}):
+                answer = running.ask(path, {} if method != "GET" else None, method, headers=headers)
+                assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+                assert answer.headers["www-authenticate"].startswith("Basic ")
+        assert running.ask("/health", method="GET").status_code == 200
+        for header in (f"Bearer {KEY}", "bearer second-key-of-some-length", "Basic OjAxMjM0NTY3ODlhYmNkZWY="):
+            assert running.ask("/v1/models", method="GET", headers={"authorization": header}).status_code == 200
+        chat, headers = {"messages": [{"role": "user", "content": "a"}]}, {"authorization": f"Bearer {KEY}"}
+        without = running.ask("/v1/chat/completions", chat, headers=headers)
     assert without.status_code == 400 and "chat template" in without.json()["error"]["message"]
-    stop(running)
 
 
 @pytest.mark.parametrize("method, path", [("GET", "/"), ("GET", "/metrics"), ("PUT", "/api"), ("GET", "/missing")])
@@ -214,59 +213,40 @@ def test_a_server_without_keys_refuses_other_host_names(small: Running, method: 
         assert small.ask(path, {} if method != "GET" else None, method, headers={"host": host}).status_code != 403
 
 
-def test_host_names_that_the_settings_allow(tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("0123456789abcdef\n")
-    authorization = {"authorization": "Bearer 0123456789abcdef"}
+def test_host_names_that_the_settings_allow(keys: Path) -> None:
+    authorization = {"authorization": f"Bearer {KEY}"}
     for config, access, allowed, headers in (
         (ServerConfig(hosts=("gpu-1.example",)), Access(), "gpu-1.example", {}),
         (ServerConfig(), Access(host="GPU-2", insecure=True), "gpu-2:5000", {}),
         (ServerConfig(), Access(api_key_file=keys), "any.example", authorization),
         (ServerConfig(hosts=("gpu-1.example",)), Access(api_key_file=keys), "gpu-1.example", authorization),
     ):
-        running = start(config, access=access)
-        assert running.ask("/v1/models", method="GET", headers={"host": allowed} | headers).status_code == 200
         status = 401 if access.api_key_file and not config.hosts else 403
-        assert running.ask("/v1/models", method="GET", headers={"host": "evil.example"}).status_code == status
-        stop(running)
+        with serving(config, access=access) as running:
+            assert running.ask("/v1/models", method="GET", headers={"host": allowed} | headers).status_code == 200
+            assert running.ask("/v1/models", method="GET", headers={"host": "evil.example"}).status_code == status
     for name in ("Upper.example", "name:80", "http://name", "[::1]"):
         assert [problem.setting for problem in ServerConfig(hosts=(name,)).problems()] == ["hosts"]
 
 
 def test_prompts_and_answers_are_logged_unless_the_request_forbids_it() -> None:
-    running = start(ServerConfig(), access=Access(log_prompts=True))
-    running.complete(prompt="ab", max_tokens=4)
-    running.complete(prompt="cd", max_tokens=4, stream=True)
-    private = running.ask("/api", {"prompts": ["xyz"], "tokens_to_generate": 6, "no_log": True}, "PUT")
+    with serving(ServerConfig(), access=Access(log_prompts=True)) as running:
+        running.complete(prompt="ab", max_tokens=4)
+        running.complete(prompt="cd", max_tokens=4, stream=True)
+        private = running.ask("/api", {"prompts": ["xyz"], "tokens_to_generate": 6, "no_log": True}, "PUT")
     assert private.json()["text"] == ["xyzxyzxyz"]
-    stop(running)
     plain, streamed, without = running.log
     assert 'prompt="ab"' in plain and 'answer=["abab"]' in plain
     assert 'prompt="cd"' in streamed and 'answer=["cdcd"]' in streamed
     assert "tokens=6" in without and "xyz" not in without
 
 
-def test_running_requests_end_after_the_first_signal() -> None:
-    running = start(ServerConfig(drain_seconds=10), EchoDevice(seconds=0.002))
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(running.complete, prompt="ab", max_tokens=200) for _ in range(4)]
-        assert wait_until(lambda: running.worker.statistics().running == 4)
-        running.server.handle_exit(15, None)
-        refused, health = running.complete(prompt="ab"), running.ask("/health", method="GET")
-        assert (refused.status_code, health.status_code, health.json()["status"]) == (503, 503, "draining")
-        assert refused.headers["retry-after"]
-        assert all(future.result().json()["choices"][0]["text"] == "ab" * 100 for future in futures)
-    running.thread.join(10)
-    assert running.server.exit_code == 0 and not running.thread.is_alive()
-    running.worker.close()
-
-
 def test_requests_beyond_the_time_limit_are_ended() -> None:
-    running = start(ServerConfig(drain_seconds=0.3), EchoDevice(seconds=0.005))
-    with ThreadPoolExecutor(1) as pool:
+    config, device = ServerConfig(drain_seconds=0.3), EchoDevice(seconds=0.005)
+    with serving(config, device) as running, ThreadPoolExecutor(1) as pool:
         futures = pool.submit(running.complete, prompt="ab", max_tokens=4000)
         assert wait_until(lambda: running.worker.statistics().running)
         running.server.handle_exit(15, None)
         assert futures.result().status_code == 503
-    running.thread.join(10)
-    assert running.server.exit_code == 0 and not running.thread.is_alive()
+        running.thread.join(10)
+        assert running.server.exit_code == 0 and not running.thread.is_alive()

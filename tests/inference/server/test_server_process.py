@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 from echo_device import DEATH, EchoDevice
-from served import start, stop
+from served import serving
 from waiting import wait_until
 
 from benchmarks.inference import serving_load
@@ -55,7 +55,9 @@ def test_signals_and_exit_codes(process: tuple[subprocess.Popen[str], str]) -> N
         futures = running(pool, url, 300)
         server.send_signal(signal.SIGTERM)
         assert wait_until(lambda: httpx2.get(f"{url}/health", verify=False).status_code != 200)
-        assert ask(url, "ab", 1).status_code == 503
+        refused, health = ask(url, "ab", 1), httpx2.get(f"{url}/health", verify=False)
+        assert (refused.status_code, health.status_code, health.json()["status"]) == (503, 503, "draining")
+        assert refused.headers["retry-after"]
         assert [future.result().json()["choices"][0]["text"] for future in futures] == ["ab" * 150] * 4
     assert server.wait(10) == 0
 
@@ -171,15 +173,14 @@ def demand_answers(url: str) -> None:
 @pytest.mark.slow
 def test_sixty_four_clients() -> None:
     """No error, no wrong answer, nothing left in the engine, and no growth of the server's memory."""
-    served = start(ServerConfig(), EchoDevice(rows=32, seconds=0.001))
-    serving_load.load(served.url, clients=64, seconds=3)
-    before = resident()
-    report = serving_load.load(served.url, clients=64, seconds=8)
-    print(*report.lines(), sep="\n")
-    assert set(report.statuses) == {200} and not report.errors and len(report.latencies) > 500
-    assert served.all_free()
-    assert resident() - before < 30
-    stop(served)
+    with serving(ServerConfig(), EchoDevice(rows=32, seconds=0.001)) as served:
+        serving_load.load(served.url, clients=64, seconds=3)
+        before = resident()
+        report = serving_load.load(served.url, clients=64, seconds=8)
+        print(*report.lines(), sep="\n")
+        assert set(report.statuses) == {200} and not report.errors and len(report.latencies) > 500
+        assert served.all_free()
+        assert resident() - before < 30
 
 
 def resident() -> float:

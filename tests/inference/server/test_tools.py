@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from served import Running, start, stop
+from served import Running, serving
 
 from megajax.inference.sampling.guide import Guides
 from megajax.inference.server.answer_parts import AnswerParts, Part, Reasoning, Stage, WholeCalls
@@ -28,7 +28,21 @@ TEMPLATE = (
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rom é"}}\n</tool_call>'
 BEGIN, SEP = "<｜tool▁call", "<｜tool▁sep｜>"
-HERE = Part("call", '{"place": "Rom é"}', "weather")
+
+
+def said(text: str) -> Part:
+    return Part("content", text)
+
+
+def thought(text: str) -> Part:
+    return Part("reasoning", text)
+
+
+def call(name: str, arguments: str = "{}") -> Part:
+    return Part("call", arguments, name)
+
+
+HERE = call("weather", '{"place": "Rom é"}')
 
 
 def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
@@ -43,105 +57,91 @@ def parts_of(stages: list[Stage], text: str, size: int) -> list[Part]:
     return joined
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("name", "text", "parts"),
-    [
-        ("hermes", CALL, [HERE]),
-        ("hermes", f"Well. \n{CALL}\n{CALL}", [Part("content", "Well."), HERE, HERE]),
-        ("hermes", f"{CALL} done <tool", [HERE, Part("content", "done <tool")]),
-        ("hermes", CALL.removesuffix("</tool_call>"), [HERE]),
-        ("hermes", "a < b <tool> \n", [Part("content", "a < b <tool> \n")]),
-        ("hermes", "<tool_call>{x}</tool_call>", [Part("content", "<tool_call>{x}</tool_call>")]),
-        ("hermes", '{"name": "weather"}', [Part("content", '{"name": "weather"}')]),
+CALLS: dict[str, list[tuple[str, list[Part]]]] = {
+    "hermes": [
+        (CALL, [HERE]),
+        (f"Well. \n{CALL}\n{CALL}", [said("Well."), HERE, HERE]),
+        (f"{CALL} done <tool", [HERE, said("done <tool")]),
+        (CALL.removesuffix("</tool_call>"), [HERE]),
+        ("a < b <tool> \n", [said("a < b <tool> \n")]),
+        ("<tool_call>{x}</tool_call>", [said("<tool_call>{x}</tool_call>")]),
+        ('{"name": "weather"}', [said('{"name": "weather"}')]),
         (
-            "hermes",
             '<tool_call>{"name": "a", "arguments": {"b": "<tool_call>"}}</tool_call>',
-            [Part("call", '{"b": "<tool_call>"}', "a")],
+            [call("a", '{"b": "<tool_call>"}')],
         ),
         (
-            "hermes",
             '<tool_call>{"name": "a", "arguments": {"b": "<tool_call>"}}\n<tool_call>{"name": "c"}</tool_call>',
-            [Part("call", '{"b": "<tool_call>"}', "a"), Part("call", "{}", "c")],
+            [call("a", '{"b": "<tool_call>"}'), call("c")],
         ),
+        ("a <tool_call>{x", [said("a <tool_call>{x")]),
+    ],
+    "llama3": [
         (
-            "llama3",
             '<|python_tag|>{"name": "a", "parameters": {"b": "<|python_tag|>"}}; <|python_tag|>{"name": "c"}',
-            [Part("call", '{"b": "<|python_tag|>"}', "a"), Part("call", "{}", "c")],
+            [call("a", '{"b": "<|python_tag|>"}'), call("c")],
         ),
-        ("llama3", '{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
-        ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
+        ('{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
+        ('<|python_tag|>{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
+        ('\n{"name": "weather", "parameters": {"place": "Rom é"}}; {"name": "a", "parameters": {}}', [HERE, call("a")]),
+        ("Hello {}", [said("Hello {}")]),
+        ('{"place": 1}', [said('{"place": 1}')]),
+        ('{"name": "a", "parameters', [said('{"name": "a", "parameters')]),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS] [{"name": "weather", "arguments": {"place": "Rom é"}}]', [HERE]),
         (
-            "llama3",
-            '\n{"name": "weather", "parameters": {"place": "Rom é"}}; {"name": "a", "parameters": {}}',
-            [HERE, Part("call", "{}", "a")],
-        ),
-        ("llama3", "Hello {}", [Part("content", "Hello {}")]),
-        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"place": "Rom é"}}]', [HERE]),
-        (
-            "mistral",
             'Well. [TOOL_CALLS][{"name": "weather", "arguments": {"place": "Rom é"}}, {"name": "a", "arguments": {}}]',
-            [Part("content", "Well."), HERE, Part("call", "{}", "a")],
+            [said("Well."), HERE, call("a")],
         ),
+        ('[TOOL_CALLS]weather[ARGS]{"place": "Rom é"}[TOOL_CALLS]a[CALL_ID]x1[ARGS]{}\n', [HERE, call("a")]),
+        ('[TOOL_CALLS][{"name": "a", "arguments": {"b": "[ARGS]"}}]', [call("a", '{"b": "[ARGS]"}')]),
+        ('[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}', [call("a", '{"b": "[TOOL_CALLS]"}')]),
         (
-            "mistral",
-            '[TOOL_CALLS]weather[ARGS]{"place": "Rom é"}[TOOL_CALLS]a[CALL_ID]x1[ARGS]{}\n',
-            [HERE, Part("call", "{}", "a")],
-        ),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "a", "arguments": {"b": "[ARGS]"}}]',
-            [Part("call", '{"b": "[ARGS]"}', "a")],
-        ),
-        ("mistral", '[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}', [Part("call", '{"b": "[TOOL_CALLS]"}', "a")]),
-        (
-            "mistral",
             '[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}[TOOL_CALLS]c[ARGS]{}',
-            [Part("call", '{"b": "[TOOL_CALLS]"}', "a"), Part("call", "{}", "c")],
+            [call("a", '{"b": "[TOOL_CALLS]"}'), call("c")],
         ),
-        ("mistral", "[TOOL_CALLS]a[ARGS]{", [Part("content", "[TOOL_CALLS]a[ARGS]{")]),
-        ("mistral", "[TOOL_CALLS]?[ARGS]{}", [Part("content", "[TOOL_CALLS]?[ARGS]{}")]),
-        ("mistral", "a [TOOL_CALLS]nope", [Part("content", "a [TOOL_CALLS]nope")]),
-        ("hermes", "a <tool_call>{x", [Part("content", "a <tool_call>{x")]),
+        ("[TOOL_CALLS]a[ARGS]{", [said("[TOOL_CALLS]a[ARGS]{")]),
+        ("[TOOL_CALLS]?[ARGS]{}", [said("[TOOL_CALLS]?[ARGS]{}")]),
+        ("a [TOOL_CALLS]nope", [said("a [TOOL_CALLS]nope")]),
+    ],
+    "deepseek": [
         (
-            "deepseek",
             f"Hm.\n\n{BEGIN}s▁begin｜>{BEGIN}▁begin｜>function{SEP}weather\n```json\n"
             f'{{"place": "Rom é"}}\n```{BEGIN}▁end｜>'
             f"\n{BEGIN}▁begin｜>function{SEP}a\n```json\n{{}}\n```{BEGIN}▁end｜>{BEGIN}s▁end｜>",
-            [Part("content", "Hm."), HERE, Part("call", "{}", "a")],
+            [said("Hm."), HERE, call("a")],
         ),
+        (f'{BEGIN}s▁begin｜>{BEGIN}▁begin｜>weather{SEP}{{"place": "Rom é"}}{BEGIN}▁end｜>{BEGIN}s▁end｜>', [HERE]),
         (
-            "deepseek",
-            f'{BEGIN}s▁begin｜>{BEGIN}▁begin｜>weather{SEP}{{"place": "Rom é"}}{BEGIN}▁end｜>{BEGIN}s▁end｜>',
-            [HERE],
-        ),
-        (
-            "deepseek",
             f"{BEGIN}s▁begin｜>{BEGIN}▁begin｜>a{SEP}{{{BEGIN}▁end｜>{BEGIN}s▁end｜>b",
-            [Part("content", f"{BEGIN}s▁begin｜>{BEGIN}▁begin｜>a{SEP}{{{BEGIN}▁end｜>{BEGIN}s▁end｜>b")],
+            [said(f"{BEGIN}s▁begin｜>{BEGIN}▁begin｜>a{SEP}{{{BEGIN}▁end｜>{BEGIN}s▁end｜>b")],
         ),
-        ("harmony", "<|channel|>final<|message|>Hi <b>.", [Part("content", "Hi <b>.")]),
+    ],
+    "harmony": [
+        ("<|channel|>final<|message|>Hi <b>.", [said("Hi <b>.")]),
         (
-            "harmony",
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I ask.<|end|>"
             "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
             '{"place": "Rom é"}<|call|>',
-            [Part("reasoning", "Hm."), Part("content", "I ask."), HERE],
+            [thought("Hm."), said("I ask."), HERE],
         ),
         (
-            "harmony",
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.weather<|channel|>commentary json"
             '<|message|>{"place": "Rom é"}',
-            [Part("reasoning", "Hm."), HERE],
+            [thought("Hm."), HERE],
         ),
-        ("harmony", "<|channel|>analysis<|message|>Hm. <|en", [Part("reasoning", "Hm. <|en")]),
-        ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assis", [Part("reasoning", "Hm.")]),
-        ("harmony", "<|channel|>commentary to=functions.a<|message|>{x", [Part("content", "{x")]),
-        ("harmony", "Hi.", [Part("content", "Hi.")]),
-        ("llama3", '{"place": 1}', [Part("content", '{"place": 1}')]),
-        ("llama3", '{"name": "a", "parameters', [Part("content", '{"name": "a", "parameters')]),
+        ("<|channel|>analysis<|message|>Hm. <|en", [thought("Hm. <|en")]),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assis", [thought("Hm.")]),
+        ("<|channel|>commentary to=functions.a<|message|>{x", [said("{x")]),
+        ("Hi.", [said("Hi.")]),
     ],
-)
+}
+"""Format -> texts and their parts."""
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(("name", "text", "parts"), [(name, *case) for name, cases in CALLS.items() for case in cases])
 def test_calls_in_texts(name: str, text: str, parts: list[Part], size: int) -> None:
     assert parts_of([CALL_FORMATS[name](None)], text, size) == parts
 
@@ -150,14 +150,14 @@ def test_calls_in_texts(name: str, text: str, parts: list[Part], size: int) -> N
 @pytest.mark.parametrize(
     ("text", "inside", "parts"),
     [
-        ("<think>\nHm.</think>\n\nYes. ", False, [Part("reasoning", "Hm."), Part("content", "Yes. ")]),
-        ("  Yes. ", False, [Part("content", "  Yes. ")]),
-        (" \n", False, [Part("content", " \n")]),
-        ("Hm.</think>Yes", True, [Part("reasoning", "Hm."), Part("content", "Yes")]),
-        ("Hm. </thin", True, [Part("reasoning", "Hm. </thin")]),
-        ("<thinner> a <think>b</think>", False, [Part("content", "<thinner> a <think>b</think>")]),
-        (f"<think>{CALL}</think>{CALL}", False, [Part("reasoning", CALL), HERE]),
-        ("<thi", False, [Part("content", "<thi")]),
+        ("<think>\nHm.</think>\n\nYes. ", False, [thought("Hm."), said("Yes. ")]),
+        ("  Yes. ", False, [said("  Yes. ")]),
+        (" \n", False, [said(" \n")]),
+        ("Hm.</think>Yes", True, [thought("Hm."), said("Yes")]),
+        ("Hm. </thin", True, [thought("Hm. </thin")]),
+        ("<thinner> a <think>b</think>", False, [said("<thinner> a <think>b</think>")]),
+        (f"<think>{CALL}</think>{CALL}", False, [thought(CALL), HERE]),
+        ("<thi", False, [said("<thi")]),
     ],
 )
 def test_reasoning_in_texts(text: str, inside: bool, parts: list[Part], size: int) -> None:
@@ -166,7 +166,7 @@ def test_reasoning_in_texts(text: str, inside: bool, parts: list[Part], size: in
 
 def test_at_most_one_call() -> None:
     text = f"{CALL}{CALL}a"
-    assert parts_of([CALL_FORMATS["hermes"](1)], text, 5) == [HERE, Part("content", "a")]
+    assert parts_of([CALL_FORMATS["hermes"](1)], text, 5) == [HERE, said("a")]
 
 
 def test_formats_of_templates() -> None:
@@ -183,9 +183,7 @@ HARMONY = "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}{# 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_channels_without_tools(stream: bool) -> None:
-    running = start(ServerConfig(strict=True), template=HARMONY)
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
     def ask(**more: Any) -> tuple[str, str]:
         body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
@@ -194,15 +192,14 @@ def test_channels_without_tools(stream: bool) -> None:
         reasoning = "".join(getattr(message, "reasoning_content", "") for message in messages)
         return reasoning, "".join(message.content or "" for message in messages)
 
-    try:
+    with serving(ServerConfig(strict=True), template=HARMONY) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         assert ask() == ("Hm.", "Yes")
         assert ask(extra_body={"separate_reasoning": False}) == ("", "Hm.Yes")
         # A guide holds from the first token on, so that there are no channels.
         assert ask(response_format={"type": "json_object"}) == ("", text)
         messages = [{"role": "assistant", "content": "c", "reasoning_content": "r"}]
         assert bytes(running.ask("/tokenize", {"messages": messages}).json()["tokens"]) == b"rc"
-    finally:
-        stop(running)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -265,14 +262,11 @@ def test_tools_and_calls_reach_the_template(running: Running) -> None:
         (5, ""),
     ):
         bad = [*messages[:1], {"role": "assistant", "tool_calls": [call, invalid_call]}]
-        answer = running.ask("/tokenize", {"messages": bad})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == f"messages[1].tool_calls[1]{place}"
+        running.refuses("/tokenize", {"messages": bad}, f"messages[1].tool_calls[1]{place}")
     empty = {"index": 0, "function": {"name": "weather", "arguments": ""}}
     body = {"messages": [{"role": "assistant", "tool_calls": [empty]}]}
     assert bytes(running.ask("/tokenize", body).json()["tokens"]) == b"[weather ]"
-    answer = running.ask("/tokenize", {"messages": [{"role": "assistant"}]})
-    assert answer.json()["error"]["param"] == "messages[0].content"
+    running.refuses("/tokenize", {"messages": [{"role": "assistant"}]}, "messages[0].content")
 
 
 @pytest.mark.parametrize(
@@ -291,8 +285,7 @@ def test_a_demanded_call_is_guided(running: Running, tools: Any, choice: Any, gu
     (call,) = answer["message"]["tool_calls"]
     name = "weather" if choice == "required" else "time"
     assert call["function"] == {"name": name, "arguments": arguments}
-    refused = running.ask("/v1/chat/completions", body | {"response_format": {"type": "json_object"}})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+    running.refuses("/v1/chat/completions", body | {"response_format": {"type": "json_object"}}, "tool_choice")
 
 
 def test_the_guide_of_several_tools(running: Running) -> None:
@@ -316,23 +309,16 @@ def test_the_guide_of_several_tools(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("body", "param", "words"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "a"}]}, "functions"),
+        ({"tools": [{"type": "function"}]}, "tools", ""),
+        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools", ""),
+        ({"tools": [TIME, WEATHER, TIME]}, "tools", "two tools have the name 'time'"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", ""),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice", ""),
+        ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"functions": [{"name": "a"}]}, "functions", ""),
     ],
 )
-def test_invalid_tools(running: Running, body: dict[str, Any], param: str) -> None:
-    answer = running.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **body})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_two_tools_of_one_name_are_refused(running: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TIME, WEATHER, TIME], "max_tokens": 3}
-    answer = running.ask("/v1/chat/completions", body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
-    assert "two tools have the name 'time'" in answer.json()["error"]["message"]
+def test_invalid_tools(running: Running, body: dict[str, Any], param: str, words: str) -> None:
+    running.refuses("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **body}, param, words)
