@@ -20,6 +20,7 @@ from megajax.tokenizers.config import (
     TiktokenTokenizerConfig,
     WordPieceTokenizerConfig,
 )
+from tests.tokenizers.hard_texts import train_sentencepiece
 
 TEXT = "the quick brown fox jumps over the lazy dog, 猫 and é and 🦊🦊 again "
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
@@ -81,12 +82,8 @@ def wordpiece(folder: Path) -> Tokenizer:
 
 
 def _sentencepiece(folder: Path, extra_ids: int = 0, **options: object) -> Tokenizer:
-    library = pytest.importorskip("sentencepiece")
-    with (folder / "own.model").open("wb") as file:
-        library.SentencePieceTrainer.train(
-            sentence_iterator=iter([TEXT] * 20), model_writer=file, hard_vocab_limit=False, minloglevel=3, **options
-        )
-    return SentencePieceTokenizerConfig(path=str(folder / "own.model"), extra_ids=extra_ids).build()
+    path = train_sentencepiece(folder / "own.model", [TEXT] * 20, **options)
+    return SentencePieceTokenizerConfig(path=path, extra_ids=extra_ids).build()
 
 
 def unigram(folder: Path) -> Tokenizer:
@@ -129,16 +126,12 @@ def random_tokens(draw: random.Random, tokenizer: Tokenizer) -> list[int]:
     return tokens
 
 
-def whole(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return tokenizer.decode(tokens)
-
-
 def test_streamed_text_equals_the_whole_text(tokenizer: Tokenizer) -> None:
     draw, detokenizer = random.Random(1), Detokenizer(tokenizer)
     for _ in range(30):
         tokens = random_tokens(draw, tokenizer)
         stream = detokenizer.stream([])
-        assert "".join(map(stream.add, tokens)) + stream.end() == whole(tokenizer, tokens), tokens
+        assert "".join(map(stream.add, tokens)) + stream.end() == tokenizer.decode(tokens), tokens
 
 
 def test_an_answer_is_the_text_added_to_its_prompt(tokenizer: Tokenizer) -> None:
@@ -146,14 +139,14 @@ def test_an_answer_is_the_text_added_to_its_prompt(tokenizer: Tokenizer) -> None
     draw, detokenizer = random.Random(2), Detokenizer(tokenizer)
     for _ in range(30):
         prompt, tokens = random_tokens(draw, tokenizer), random_tokens(draw, tokenizer)
-        before = whole(tokenizer, prompt)
+        before = tokenizer.decode(prompt)
         # Characters that begin in the prompt and end in the answer belong to the answer.
         byte_tokens = {tokenizer.token_id(name) for name in BYTES}
         if before.endswith("\N{REPLACEMENT CHARACTER}") or prompt[-1] in byte_tokens or not before.strip():
             continue
         stream = detokenizer.stream(prompt)
         text = "".join(map(stream.add, tokens)) + stream.end()
-        assert (before + text).split() == whole(tokenizer, [*prompt, *tokens]).split(), (prompt, tokens)
+        assert (before + text).split() == tokenizer.decode([*prompt, *tokens]).split(), (prompt, tokens)
 
 
 @pytest.mark.parametrize("build", [byte, tiktoken, byte_level, byte_fallback, pieces_and_bytes])

@@ -1,4 +1,9 @@
-"""Texts that are hard for tokenizers."""
+"""Texts that are hard for tokenizers, and small SentencePiece models."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
 
 TEXTS = (
     "",
@@ -35,3 +40,12 @@ def safe_to_cut(tokenizer, data: bytes) -> bool:
         if parts != tokenizer.encode_bytes(data).tolist():
             return False
     return True
+
+
+def train_sentencepiece(path: Path, sentences: Iterable[str], **options: object) -> str:
+    """The path of a new model."""
+    library = pytest.importorskip("sentencepiece", reason="needs the extra `tokenizers`")
+    options = {"hard_vocab_limit": False, "minloglevel": 3, **options}
+    with path.open("wb") as file:
+        library.SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_writer=file, **options)
+    return str(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, encoded, safe_to_cut
 
 pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
@@ -32,17 +32,6 @@ def path(trained, tmp_path):
     return str(file)
 
 
-def test_same_ids_as_the_two_files(path, small_bpe):
-    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
-    gpt2 = GPT2TokenizerConfig(vocabulary=small_bpe[0], merges=small_bpe[1]).build()
-    text = "In the beginning, 猫 and\n\n  don't 12 – more than four tokens"
-    assert tokenizer.encode(text).tolist() == gpt2.encode(text).tolist()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode_bytes(text.encode()).tolist() == tokenizer.encode(text).tolist()
-    assert tokenizer.encode("").tolist() == []
-    assert (tokenizer.vocabulary_size, tokenizer.eod) == (gpt2.vocabulary_size, gpt2.eod)
-
-
 def test_hard_texts_equal_the_library(path, trained):
     tokenizer = HuggingFaceTokenizerConfig(path=path).build()
     for data in (*map(encoded, TEXTS), *NOT_UTF8):
@@ -51,6 +40,7 @@ def test_hard_texts_equal_the_library(path, trained):
         assert ids == trained.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids) == trained.decode(ids, skip_special_tokens=False)
     assert safe_to_cut(tokenizer, b"the quick  brown\n fox")
+    assert (tokenizer.vocabulary_size, tokenizer.eod) == (400, trained.token_to_id("<|endoftext|>"))
 
 
 def test_special_tokens_by_role(path):
@@ -83,12 +73,6 @@ def test_special_tokens_in_text(path):
     assert as_token.encode(f"a{token}b").tolist().count(as_token.eod) == 1
     assert as_text.eod not in as_text.encode(f"a{token}b")
     assert as_text.identity != as_token.identity
-
-
-def test_invalid_utf8_is_replaced(path):
-    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
-    assert tokenizer.decode(tokenizer.encode_bytes(b"a\xffb")) == "a\N{REPLACEMENT CHARACTER}b"
-    assert tokenizer.decode(tokenizer.encode("a\ud800")).startswith("a\N{REPLACEMENT CHARACTER}")
 
 
 def test_folder_and_identity(path, tmp_path):

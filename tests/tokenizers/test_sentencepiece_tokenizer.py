@@ -9,7 +9,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import SentencePieceTokenizerConfig
-from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, WORDS, safe_to_cut
+from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, WORDS, safe_to_cut, train_sentencepiece
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra `tokenizers`")
 
@@ -27,17 +27,10 @@ def paths(tmp_path_factory):
     """Name -> path of a small model."""
     folder, draw = tmp_path_factory.mktemp("models"), np.random.default_rng(0)
     text = [" ".join(draw.choice(WORDS, 8)) for _ in range(200)]
-    for name, options in MODELS.items():
-        with (folder / f"{name}.model").open("wb") as file:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(text),
-                model_writer=file,
-                hard_vocab_limit=False,
-                character_coverage=1.0,
-                minloglevel=3,
-                **options,
-            )
-    return {name: str(folder / f"{name}.model") for name in MODELS}
+    return {
+        name: train_sentencepiece(folder / f"{name}.model", text, character_coverage=1.0, **options)
+        for name, options in MODELS.items()
+    }
 
 
 def library(path):
@@ -101,10 +94,8 @@ def test_added_tokens(paths, name):
     added = {token: size + fresh.index(token) if token in fresh else theirs.piece_to_id(token)
              for token in (*names, "<extra_id_0>", "<extra_id_1>")}  # fmt: skip
     assert tokenizer.vocabulary_size == size + len(fresh) and tokenizer.eod == added["<EOD>"]
-    assert tokenizer.specials["cls"] == added["<CLS>"] and tokenizer.sentinels == (
-        added["<extra_id_0>"],
-        added["<extra_id_1>"],
-    )
+    assert tokenizer.specials["cls"] == added["<CLS>"]
+    assert tokenizer.sentinels == (added["<extra_id_0>"], added["<extra_id_1>"])
     cases = ["<CLS>the fox<SEP>", "<CLS> the <SEP> <EOD> <mask>x <extra_id_1>", "a <extra_id_0>  b", "<CL<CLS>S>", ""]
     for text in cases:
         assert tokenizer.encode(text).tolist() == by_the_rules(theirs, added, text), text

@@ -1,10 +1,8 @@
 """Spans of characters of tokens."""
 
-import io
-
 import numpy as np
 import pytest
-from hard_texts import TEXT, TEXTS
+from hard_texts import TEXT, TEXTS, train_sentencepiece
 
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import (
@@ -55,13 +53,9 @@ def test_pieces_have_spans_in_the_original_text(text, tmp_path):
 
 
 def test_sentence_pieces_have_the_blank_before_them(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 20), model_writer=model, vocab_size=90, hard_vocab_limit=False, minloglevel=2
-    )
-    (tmp_path / "a.model").write_bytes(model.getvalue())
-    tokenizer = SentencePieceTokenizerConfig(path=str(tmp_path / "a.model")).build()
+    tokenizer = SentencePieceTokenizerConfig(
+        path=train_sentencepiece(tmp_path / "a.model", [TEXT] * 20, vocab_size=90)
+    ).build()
     spans = parts(tokenizer, "the quick Grün 猫 fox")
     assert "".join(spans) == "the quick Grün 猫 fox"
 

@@ -20,10 +20,9 @@ from megajax.tokenizers.config import (
     WordPieceTokenizerConfig,
 )
 from megajax.tokenizers.sentencepiece import engine_of
-from tests.tokenizers.hard_texts import TEXTS, WORDS
+from tests.tokenizers.hard_texts import TEXTS, WORDS, train_sentencepiece
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
-sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra `tokenizers`")
 pytest.importorskip("tiktoken", reason="needs the extra `tokenizers`")
 
 PIECES = "the quick<s></s><unk><pad><0x41> @@x<mask> \u2581 \t\n\u00a0brown'don't12!é猫🙂"
@@ -40,11 +39,7 @@ def unigram(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SentencePiece model."""
     path, draw = tmp_path_factory.mktemp("models") / "unigram.model", random.Random(0)
     text = [" ".join(draw.choices(WORDS, k=8)) for _ in range(200)]
-    options = {"model_type": "unigram", "vocab_size": 90, "pad_id": 3, "character_coverage": 1.0, "minloglevel": 3}
-    with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(text), model_writer=file, hard_vocab_limit=False, **options
-        )
+    train_sentencepiece(path, text, model_type="unigram", vocab_size=90, pad_id=3, character_coverage=1.0)
     return path
 
 
