@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from gangs import free_port
+from waiting import wait_until
 
 from megajax.config.errors import UserError
 from megajax.metrics.config import LoggingConfig, TelemetryConfig
@@ -61,6 +62,13 @@ def collector():
         server.shutdown()
 
 
+def sent(received: list, kind: str) -> list:
+    """The "spans" or "metrics" that a collector has received."""
+    messages = [message for path, message in received if path == ("/v1/traces" if kind == "spans" else "/v1/metrics")]
+    resources = [each for message in messages for each in getattr(message, f"resource_{kind}")]
+    return [item for each in resources for scope in getattr(each, f"scope_{kind}") for item in getattr(scope, kind)]
+
+
 def test_prometheus_and_a_collector_get_steps_evaluations_and_events(tmp_path, step):
     pytest.importorskip("opentelemetry.exporter.prometheus")
     port = free_port()
@@ -80,40 +88,19 @@ def test_prometheus_and_a_collector_get_steps_evaluations_and_events(tmp_path, s
     assert values['megajax_steps_total{run="night",skipped="true"}'] == 1
     # Two steps of 0.5 s; the maximum over processes is no time of this process.
     phases = {name: value for name, value in values.items() if "seconds_total" in name}
+    seconds = {"setup": 8.0, "compiling": 4.0, "step": 1.0, "data_wait": 0.75, "evaluation": 0.0, "save": 2.0}
     assert phases == {
-        f'megajax_seconds_total{{phase="{phase}",run="night"}}': seconds
-        for phase, seconds in {
-            "setup": 8.0,
-            "compiling": 4.0,
-            "step": 1.0,
-            "data_wait": 0.75,
-            "evaluation": 0.0,
-            "save": 2.0,
-        }.items()
+        f'megajax_seconds_total{{phase="{phase}",run="night"}}': value for phase, value in seconds.items()
     }
     assert values['megajax_events_total{event="evaluate",run="night"}'] == 1
     assert values['megajax_goodput_lost_seconds{cause="saving",run="night"}'] == 7.0
 
-    spans = [
-        span
-        for path, message in received
-        if path == "/v1/traces"
-        for resource in message.resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
+    spans = sent(received, "spans")
     evaluation = next(span for span in spans if span.name == "evaluate")
     assert (evaluation.start_time_unix_nano, evaluation.end_time_unix_nano) == (997 * 10**9, 1000 * 10**9)
     attempt = next(span for span in spans if span.name == "attempt")
     assert {span.parent_span_id for span in spans if span is not attempt} == {attempt.span_id}
-    exported = {
-        metric.name
-        for path, message in received
-        if path == "/v1/metrics"
-        for resource in message.resource_metrics
-        for scope in resource.scope_metrics
-        for metric in scope.metrics
-    }
+    exported = {metric.name for metric in sent(received, "metrics")}
     assert exported >= {
         "megajax.train.loss",
         "megajax.evaluation.perplexity",
@@ -219,7 +206,4 @@ def test_the_command_outlives_a_killed_run(tmp_path):
 
 
 def wait_for(file: Path, text: str) -> None:
-    end = time.monotonic() + 60
-    while not (file.exists() and text in file.read_text()):
-        assert time.monotonic() < end, f"{text!r} is not in {file}"
-        time.sleep(0.05)
+    assert wait_until(lambda: file.exists() and text in file.read_text(), 60), f"{text!r} is not in {file}"
