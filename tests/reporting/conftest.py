@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,10 @@ from megajax.metrics.record import EvaluationRecord, StepRecord
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.writers import EventsWriter, JsonlWriter
+from megajax.reporting.attempts import attempts
+from megajax.reporting.history import read_history
+from megajax.reporting.run_summary import RunSummary, summarize
+from megajax.reporting.wall_time import time_by_cause
 
 
 @dataclass
@@ -48,23 +53,18 @@ class FakeRun:
             seconds = 0.5 + 10.0 * (step == first + 1)
             self.now += seconds
             loss = (losses or {}).get(step, 2.0 + 3.0 / step)
-            metrics.log(
-                StepRecord(
-                    step=step,
-                    loss=loss,
-                    grad_norm=0.5 if math.isfinite(loss) else math.nan,
-                    lr=1e-3,
-                    consumed_samples=4 * step,
-                    consumed_tokens=400 * step,
-                    rates=rate.rates(seconds, 400),
-                    loss_scale=1.0,
-                    skipped=not math.isfinite(loss),
-                    global_batch_size=4,
-                    metrics={"num_zeros": 3.0},
-                    phases={"data_wait": 0.01},
-                    memory={"device": 2**34, "device_peak": 2**35, "host": 2**30},
-                )
+            record = StepRecord(
+                **{"step": step, "consumed_samples": 4 * step, "consumed_tokens": 400 * step, "global_batch_size": 4},
+                **{"loss": loss, "grad_norm": 0.5 if math.isfinite(loss) else math.nan, "lr": 1e-3, "loss_scale": 1.0},
+                **{
+                    "skipped": not math.isfinite(loss),
+                    "rates": rate.rates(seconds, 400),
+                    "metrics": {"num_zeros": 3.0},
+                },
+                phases={"data_wait": 0.01},
+                memory={"device": 2**34, "device_peak": 2**35, "host": 2**30},
             )
+            metrics.log(record)
             if step == first + 1:
                 events.event("first_step", step=step, seconds=seconds)
                 events.event("compiled", arguments=2**30, outputs=0, temporary=2**31, program=0)
@@ -92,6 +92,18 @@ class FakeRun:
     def event(self, name: str, /, **fields: object) -> None:
         """Write an event of the last attempt."""
         self.writers[-2].event(name, **fields)
+
+    def summary(self) -> RunSummary:
+        return summarize(read_history(self.folder.path), routine=12)
+
+    def seconds(self) -> dict[str, Any]:
+        """Cause -> seconds, approximately. Asserts that they are all of the run's time."""
+        history = read_history(self.folder.path)
+        parts = time_by_cause(history, runs := attempts(history))
+        assert all(share.seconds >= 0 for share in parts)
+        assert sum(share.part for share in parts) == pytest.approx(1.0)
+        assert sum(share.seconds for share in parts) == pytest.approx(runs[-1].end - runs[0].begin)
+        return {share.cause: pytest.approx(share.seconds) for share in parts}
 
     def config(self, steps: int) -> None:
         """Write config.yaml and config.diff."""

@@ -75,7 +75,7 @@ def test_a_run_that_resumes_on_another_machine(fake_run: Callable) -> None:
     assert second.begin - first.end == pytest.approx(100.0)
 
 
-def test_lines_with_invalid_times_are_skipped(fake_run: Callable) -> None:
+def test_lines_with_invalid_times_or_numbers_beyond_float64_are_skipped(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 5)
     with run.folder.events.open("a") as file:
@@ -83,21 +83,16 @@ def test_lines_with_invalid_times_are_skipped(fake_run: Callable) -> None:
         file.write('{"time": 1e308, "event": "start"}\n{"time": -5, "event": "a"}\n')
         file.write('{"time": 1' + "0" * 5000 + ', "event": "a"}\n' + "[" * 100_000 + "\n")
         file.write('{"time": 1800000100.0, "clock": ["b0071d00", 1e999], "event": "b", "step": 1' + "0" * 30 + "}\n")
-    history = read_history(run.folder.path)
-    assert "events.jsonl: 7 incomplete lines skipped" in history.faults
-    assert (history.events[-1].name, history.events[-1].step) == ("b", None) and len(attempts(history)) == 1
-
-
-def test_lines_with_numbers_beyond_float64_are_skipped(fake_run: Callable) -> None:
-    run = fake_run()
-    run.attempt(0, 5)
     with run.folder.metrics.open("a") as file:
         file.write('{"step": 6, "loss": 1' + "0" * 400 + ', "step_seconds": 1e999}\n')
         file.write('{"step": 1' + "0" * 30 + ', "loss": 1.0}\n{"step": -4, "loss": 1.0}\n')
         file.write('{"step": 7, "loss": 1' + "0" * 5000 + "}\n" + "[" * 100_000 + "\n")
     history = read_history(run.folder.path)
+    assert {"events.jsonl: 7 incomplete lines skipped", "metrics.jsonl: 5 incomplete lines skipped"} <= {
+        *history.faults
+    }
+    assert (history.events[-1].name, history.events[-1].step) == ("b", None) and len(attempts(history)) == 1
     assert list(history.steps.step) == [1, 2, 3, 4, 5]
-    assert "metrics.jsonl: 5 incomplete lines skipped" in history.faults
     assert math.isfinite(sum(share.seconds for share in time_by_cause(history, attempts(history))))
 
 

@@ -58,11 +58,8 @@ def test_a_command_that_hangs_is_killed_with_its_children() -> None:
     output = run_limited(["sh", "-c", "echo before; sleep 60 & sleep 60"], seconds=0.3)
     assert time.monotonic() - start < 30
     assert output.code is None and output.out == "before\n" and output.why == "gave no answer within 0.3 s"
-
-
-def test_a_command_that_does_not_exist() -> None:
-    output = run_limited(["/no/such/program"], seconds=1)
-    assert output.code is None and "cannot be started" in output.why
+    missing = run_limited(["/no/such/program"], seconds=1)
+    assert missing.code is None and "cannot be started" in missing.why
 
 
 def test_driver_reports(tmp_path: Path) -> None:
@@ -80,14 +77,11 @@ def test_a_driver_that_hangs_is_queried_once(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "asked").read_text() == "x"
 
 
-def test_a_broken_driver(tmp_path: Path) -> None:
+def test_a_broken_driver_and_none(tmp_path: Path) -> None:
     finding = gpus.count(with_driver(tmp_path, 'raise NVMLError("Driver Not Loaded")'))
     assert finding.status == "fail" and "Driver Not Loaded" in finding.state
-
-
-def test_without_nvidia_ml_py_the_doctor_names_the_extra(tmp_path: Path) -> None:
-    machine = with_driver(tmp_path)
     (tmp_path / "pynvml.py").write_text("raise ModuleNotFoundError(\"No module named 'pynvml'\", name='pynvml')")
+    machine = TwoGpus(environment=os.environ | {"PYTHONPATH": str(tmp_path)})
     results = {name: finding for name, finding, _ in run_checks(gpus.CHECKS, machine)}
     assert results["GPUs"].status == "warn" and "megajax[monitor]" in results["GPUs"].advice
     assert results.keys() <= {"GPUs", "CUDA"}

@@ -6,8 +6,7 @@ import pytest
 
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
-from megajax.reporting.run_summary import RunSummary, summarize
-from megajax.reporting.wall_time import goodput, time_by_cause
+from megajax.reporting.wall_time import goodput
 
 pytestmark = pytest.mark.smoke
 
@@ -15,20 +14,8 @@ FULL = "No space left on device"
 GLOO = "JaxRuntimeError: Gloo all-reduce failed: Connection closed by peer"
 
 
-def summary_of(run) -> RunSummary:
-    return summarize(read_history(run.folder.path), routine=12)
-
-
 def endings(run) -> list[str]:
     return [attempt.ending for attempt in attempts(read_history(run.folder.path))]
-
-
-def shares(run) -> dict[str, float]:
-    history = read_history(run.folder.path)
-    parts = time_by_cause(history, runs := attempts(history))
-    assert all(share.seconds >= 0 for share in parts) and sum(share.part for share in parts) == pytest.approx(1.0)
-    assert sum(share.seconds for share in parts) == pytest.approx(runs[-1].end - runs[0].begin)
-    return {share.cause: pytest.approx(share.seconds) for share in parts}
 
 
 def restart(run, **fields) -> None:
@@ -54,11 +41,11 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     assert [event.name for event in first.outcome.cascade] == ["crash", "signal"]
     assert (second.first_step, second.ending, second.exit_code) == (5, "done", 0)
     assert second.begin == second.restart.at and second.ready == second.begin + 4.0
-    assert shares(run) == {
+    assert run.seconds() == {
         "steps": 5 * 0.5 + 15 * 0.5, "evaluation": 2.0, "saving": 1.0, "setup": 8.0, "compiling": 20.0,
         "steps run again": 2 * 0.5, "stuck": 1.5, "between attempts": 2.0,
     }  # fmt: skip
-    (table,) = (table for table in summary_of(run).tables if table.title == "Events")
+    (table,) = (table for table in run.summary().tables if table.title == "Events")
     assert [row[2] for row in table.rows if "cascade" in row[2]] == ["crash (cascade)", "signal (cascade)"]
 
 
@@ -72,8 +59,8 @@ def test_the_stuck_process_is_blamed_not_those_that_wait_for_it(fake_run: Callab
     (attempt,) = attempts(read_history(run.folder.path))
     assert attempt.ending == "hang: process 1 in data wait of step 12 for 21 s" and attempt.exit_code == 124
     assert attempt.last_step == 11 and [event.integer("process") for event in attempt.outcome.cascade] == [0]
-    assert shares(run)["stuck"] == 21.0
-    verdict = summary_of(run).verdict
+    assert run.seconds()["stuck"] == 21.0
+    verdict = run.summary().verdict
     assert verdict == "step 11: hang: process 1 in data wait of step 12 for 21 s; exit code 124"
 
 
@@ -100,7 +87,7 @@ def test_failed_saves(fake_run: Callable) -> None:
     run.event("crash", process=0, error=error, phase="save", step=60, exit_code=1)
     (attempt,) = attempts(read_history(run.folder.path))
     assert attempt.ending == "3 saves failed in a row: No space left on device" and attempt.exit_code == 1
-    (table,) = (table for table in summary_of(run).tables if table.title == "Events")
+    (table,) = (table for table in run.summary().tables if table.title == "Events")
     row_status = [(status, row[2]) for status, row in zip(table.row_status, table.rows, strict=True)]
     assert row_status.count(("bad", "save failed")) == 3
 
@@ -126,7 +113,7 @@ def test_no_progress_over_restarts(fake_run: Callable) -> None:
         *2 * ["crashed in step 7: RuntimeError: boom (restarted)"],
         "crashed in step 7: RuntimeError: boom; not restarted: no progress past step 5 in 3 attempts (93)",
     ]
-    summary = summary_of(run)
+    summary = run.summary()
     assert summary.status == "bad"
     assert summary.verdict == (
         "step 6 of 20: no progress past step 5 in 3 attempts; exit code 93. Last: crashed in step 7: RuntimeError: boom"
@@ -154,7 +141,7 @@ def test_crashes_during_setup_are_separate_attempts(fake_run: Callable) -> None:
     ]
     assert runs[1].ending == "process 1 crashed in setup: OSError: stale file handle (restarted)"
     assert runs[1].ready is None and runs[1].seconds == pytest.approx(3.0)
-    assert shares(run)["stuck"] == 3.0 and shares(run)["between attempts"] == 4.0
+    assert run.seconds()["stuck"] == 3.0 and run.seconds()["between attempts"] == 4.0
 
 
 def test_without_a_launcher_each_failed_setup_is_an_attempt(fake_run: Callable) -> None:
@@ -187,7 +174,7 @@ def test_early_events_of_a_setup_belong_to_the_following_attempt(fake_run: Calla
     first, second = attempts(read_history(run.folder.path))
     assert "signal" not in [event.name for event in first.events] and "signal" in [e.name for e in second.events]
     assert (first.exit_code, second.last_step) == (0, 12)
-    assert shares(run)["between attempts"] == 60.0
+    assert run.seconds()["between attempts"] == 60.0
 
 
 def test_signals_that_end_a_process_immediately(fake_run: Callable) -> None:
@@ -213,7 +200,7 @@ def test_the_verdict_of_a_run_with_a_rejected_later_start(fake_run: Callable) ->
     run.event("end", step=10)
     run.now += 60.0
     run.by_other("crash", process=0, error="the checkpoint is damaged", phase="setup", step=None, exit_code=2)
-    summary = summary_of(run)
+    summary = run.summary()
     assert summary.verdict.startswith("step 10 of 10: done; exit code 0. A later start was rejected: ")
 
 
@@ -225,7 +212,7 @@ def test_an_incomplete_line_does_not_hide_the_next(fake_run: Callable) -> None:
         file.flush()
         file.write('{"time": 1800000017.5, "event": "lost", "process": 0, "cause": "killed by SIGKILL", "step": 6}\n')
     assert endings(run) == ["process 0 killed by SIGKILL at step 7"]
-    assert "events.jsonl: 1 incomplete line skipped" in summary_of(run).faults
+    assert "events.jsonl: 1 incomplete line skipped" in run.summary().faults
 
 
 def test_goodput_summary_and_fields(fake_run: Callable) -> None:
