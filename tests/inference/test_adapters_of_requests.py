@@ -12,9 +12,8 @@ from compiled_steps import CHUNK, loaded, programs_of
 from flax import nnx
 from jax.sharding import NamedSharding
 from stand_in import Known
-from test_engine import Client, idle, serve
+from test_engine import Client, demand_equal, idle, serve
 from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
-from test_steps_of_variants import mixture
 
 from megajax.config.errors import UserError
 from megajax.inference.adapters import AdapterTable
@@ -93,10 +92,8 @@ def client(prompt: Iterable[int], adapter: str | None, **settings: Any) -> Clien
 
 
 def demand_same(found: list[Client], expected: list[Client]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.answer.tokens == other.answer.tokens and one.answer.finish == other.answer.finish == "length"
-        scores = ([score.logprob for score in client.answer.scores] for client in (one, other))
-        np.testing.assert_allclose(*scores, rtol=0, atol=1e-5)
+    demand_equal(found, expected)
+    assert all(one.answer.finish == "length" for one in found)
 
 
 @pytest.fixture(scope="module")
@@ -290,19 +287,13 @@ def test_beams_scores_of_prompts_and_embeddings(
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("latent", {}),
-        pytest.param("mixture", {}, marks=pytest.mark.slow),
-        pytest.param("gpt", {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("window, sinks, gate", {}, marks=pytest.mark.slow),
-        pytest.param("mamba 1", {}, marks=pytest.mark.slow),
-        pytest.param("mamba 2", {}, marks=pytest.mark.slow),
-        pytest.param("nemotron-h", {"data": 2}, marks=pytest.mark.slow),
+        *((name, {}) for name in ("latent", "mixture", "window, sinks, gate", "mamba 1", "mamba 2")),
+        *(("gpt", {"tensor": 2}), ("nemotron-h", {"data": 2})),
     ],
 )
 def test_all_layers(name: str, sizes: dict[str, int]) -> None:
     """All matrices of these layers may have adapters, on several devices too; but not those of experts."""
-    cfg = mixture() if name == "mixture" else MODELS[name]
-    targets = ("*.mixer.*",) if name == "mixture" else ("*.blocks.*",)
+    cfg, targets = MODELS[name], ("*.mixer.*",) if name == "mixture" else ("*.blocks.*",)
     base, adapter = loaded(cfg, sizes), Drawn(cfg, LoRAConfig(rank=2, alpha=1, targets=targets), 1)
     programs = [
         programs_of(model, choosers(VOCABULARY), chunks=(0, CHUNK), blocks=24)

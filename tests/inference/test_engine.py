@@ -1,10 +1,11 @@
 """Requests through the engine on a device without a model: answers, ends, errors, counts."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from stand_in import StandIn, check, expected, hashed
 
@@ -65,6 +66,28 @@ def idle(engine: Engine) -> None:
     assert (statistics.requests, statistics.running, statistics.waiting, statistics.blocks_used) == (0, 0, 0, 0)
 
 
+def demand_equal(found: Iterable[Client], expected: Iterable[Client], atol: float = 1e-5) -> None:
+    """Asserts answers with equal tokens and ends, and scores with equal tokens and ranks."""
+    for client, wanted in zip(found, expected, strict=True):
+        for answer, other in zip(client.answers(), wanted.answers(), strict=True):
+            assert (answer.tokens, answer.finish) == (other.tokens, other.finish)
+            scores, others = ([*each.scores, *each.prompt_scores[1:]] for each in (answer, other))
+            for score, same in zip(scores, others, strict=True):
+                assert score is not None and same is not None
+                assert (score.token, score.rank) == (same.token, same.rank)
+                assert [token for token, _ in score.top] == [token for token, _ in same.top]
+                np.testing.assert_allclose(score.logprob, same.logprob, rtol=0, atol=atol)
+
+
+def demand_refused(
+    engine: Engine, client: Client, field: str | None, reason: str = "invalid", match: str | None = None
+) -> None:
+    """Asserts that an engine refuses a request, for this reason and field, in a message that matches."""
+    with pytest.raises(Refused, match=match) as refused:
+        engine.submit(client.request)
+    assert (refused.value.reason, refused.value.field) == (reason, field)
+
+
 def byte_engine(**settings: Any) -> Engine:
     return Engine(StandIn(vocabulary=257, **settings), tokenizer=ByteTokenizerConfig().build())
 
@@ -83,21 +106,6 @@ def test_max_tokens_is_limited_to_the_longest_row_and_to_the_pool() -> None:
     client = Client([1] * 30, max_tokens=50)
     serve(Engine(StandIn(blocks=9)), client)
     assert len(client.answer.tokens) == 6
-
-
-def test_requests_join_running_ones_and_do_not_change_them() -> None:
-    engine, draw = Engine(StandIn(rows=3, blocks=24, replicas=2)), random.Random(1)
-    clients: list[Client] = []
-    for _ in range(30):
-        client = Client([draw.randrange(50) for _ in range(draw.randint(1, 30))], max_tokens=draw.randint(1, 30))
-        clients.append(client)
-        engine.submit(client.request)
-        for _ in range(draw.randint(0, 6)):
-            engine.step()
-    serve(engine)
-    for client in clients:
-        assert list(client.answer.tokens) == expected(client.request.prompt, len(client.answer.tokens))
-    assert engine.statistics().preemptions_total > 0
 
 
 def test_replicas_share_the_load() -> None:
@@ -185,14 +193,6 @@ def test_stop_strings_end_the_text_before_them() -> None:
     delayed = Client(b"ab", max_tokens=40, min_tokens=39, stop=(stop,))
     serve(byte_engine(), delayed)
     assert delayed.answer.text == text
-
-
-def test_texts_are_those_of_the_tokens() -> None:
-    client = Client("é".encode()[:1], max_tokens=30)
-    serve(byte_engine(), client)
-    pieces = "".join(piece.text for piece in client.pieces)
-    assert ([*client.request.prompt, *client.answer.tokens]).count(256) == 0
-    assert pieces.endswith(bytes(client.answer.tokens[-20:]).decode(errors="ignore")[-3:])
 
 
 def test_seeds() -> None:
@@ -337,9 +337,7 @@ def test_only_the_scores_of_the_prompt() -> None:
 )
 def test_impossible_requests_are_refused(prompt: list[int], settings: dict[str, Any], reason: str, field: str) -> None:
     engine = Engine(StandIn(length=64))
-    with pytest.raises(Refused) as refused:
-        engine.submit(Client(prompt, **settings).request)
-    assert (refused.value.reason, refused.value.field) == (reason, field)
+    demand_refused(engine, Client(prompt, **settings), field, reason)
     idle(engine)
     serve(engine, Client([1] * 63, max_tokens=5), Client([1] * 63, max_tokens=5))
 
@@ -348,9 +346,8 @@ def test_more_candidates_than_the_device_returns_are_refused() -> None:
     device = StandIn()
     device.top = 8
     serve(Engine(device), Client([1], beams=4))
-    with pytest.raises(Refused, match="need 12 candidates of each beam; the device gives 8") as refused:
-        Engine(device).submit(Client([1], beams=4, stop_tokens=(1, 2)).request)
-    assert refused.value.field == "beams"
+    words = "need 12 candidates of each beam; the device gives 8"
+    demand_refused(Engine(device), Client([1], beams=4, stop_tokens=(1, 2)), "beams", match=words)
 
 
 @pytest.mark.parametrize(
@@ -360,9 +357,7 @@ def test_more_candidates_than_the_device_returns_are_refused() -> None:
 def test_texts_that_cannot_be_encoded_are_refused(longest: int, text: tuple[int, ...], reason: str) -> None:
     engine, client = Engine(StandIn(memory=longest, prefix_sharing=False)), Client([1])
     client.request.memory = text
-    with pytest.raises(Refused) as refused:
-        engine.submit(client.request)
-    assert (refused.value.reason, refused.value.field) == (reason, "memory")
+    demand_refused(engine, client, "memory", reason)
     client.request.memory = (1,) * longest
     serve(engine, client)
 
@@ -392,11 +387,8 @@ def test_constraints_are_built_once_for_a_row_and_follow_its_tokens() -> None:
     ]
     serve(engine, *unaffected)
     assert [answer.finish for client in unaffected for answer in client.answers()] == ["length", "length", "error"]
-    with pytest.raises(Refused, match="'bad' is no constraint") as refused:
-        engine.submit(Client([1], guide="bad", ignore_eos=False).request)
-    assert refused.value.field == "guide"
-    with pytest.raises(Refused, match="guide"):
-        engine.submit(Client([1], guide="good", beams=2, ignore_eos=False).request)
+    demand_refused(engine, Client([1], guide="bad", ignore_eos=False), "guide", match="'bad' is no constraint")
+    demand_refused(engine, Client([1], guide="good", beams=2, ignore_eos=False), "guide")
 
 
 def test_too_many_requests_and_identifiers_in_use_are_refused() -> None:
@@ -404,18 +396,15 @@ def test_too_many_requests_and_identifiers_in_use_are_refused() -> None:
     clients = [Client([number], max_tokens=4) for number in range(6)]
     for client in clients[:5]:
         engine.submit(client.request)
-    with pytest.raises(Refused) as refused:
-        engine.submit(clients[5].request)
-    assert refused.value.reason == "queue_full"
-    with pytest.raises(Refused, match="in use"):
-        engine.submit(clients[0].request)
+    demand_refused(engine, clients[5], None, "queue_full")
+    demand_refused(engine, clients[0], "identifier", match="in use")
     serve(engine)
     serve(engine, clients[5])
 
 
 def test_cancelled_requests_free_their_blocks_at_once() -> None:
     engine = Engine(StandIn(rows=2))
-    clients = [Client([number] * 9, max_tokens=30, n=2) for number in range(4)]
+    clients = [Client([number] * 9, max_tokens=30, n=2, beams=1 + number % 3) for number in range(4)]
     for client in clients:
         engine.submit(client.request)
     for _ in range(8):
@@ -510,15 +499,19 @@ def beams_of(prompt: Sequence[int], beams: int, length: int, end_tokens: Sequenc
     return [tokens for tokens, _ in finished]
 
 
-@pytest.mark.parametrize("blocks", [64, 7])
-def test_beam_search_through_rows(blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "sharing"),
+    [(64, True), (7, True), pytest.param(64, False, id="a model with a state per row")],
+)
+def test_beam_search_through_rows(blocks: int, sharing: bool) -> None:
     """Beams are copied, dropped and preempted while others run. In 7 blocks no two beams fit."""
-    engine = Engine(StandIn(rows=3, blocks=blocks))
+    engine = Engine(StandIn(rows=3, blocks=blocks, prefix_sharing=sharing))
     prompt, unstopped = list(range(13)), Client([4, 5], max_tokens=9)
     client = Client(prompt, max_tokens=12, beams=4, n=3, logprobs=1)
     serve(engine, client, unstopped)
     assert [tuple(answer.tokens) for answer in client.answers()] == beams_of(prompt, 4, 12)[:3]
     assert list(unstopped.answer.tokens) == expected([4, 5], 9)
+    assert (engine.statistics().shared_tokens_total > 0) == sharing
     for answer in client.answers():
         assert [score.token for score in answer.scores] == list(answer.tokens)
         for place, score in enumerate(answer.scores):
@@ -541,21 +534,3 @@ def test_beam_search_ends_at_ends_and_stop_strings() -> None:
     stopped = Client(b"abcd", max_tokens=10, beams=3, stop=(stop,))
     serve(engine, stopped)
     assert stopped.answer.finish == "stop" and stopped.answer.text == plain.answer.text[: plain.answer.text.index(stop)]
-
-
-def test_beam_search_of_models_with_a_state_per_row() -> None:
-    client = Client(list(range(13)), max_tokens=6, beams=2)
-    engine = Engine(StandIn(prefix_sharing=False))
-    serve(engine, client)
-    assert tuple(client.answer.tokens) == beams_of(range(13), 2, 6)[0]
-    assert engine.statistics().shared_tokens_total == 0
-
-
-def test_a_cancelled_beam_search() -> None:
-    engine, client = Engine(StandIn()), Client([1, 2], max_tokens=20, beams=3, n=2)
-    engine.submit(client.request)
-    for _ in range(5):
-        engine.step()
-    engine.cancel(client.request.identifier)
-    idle(engine)
-    assert [answer.finish for answer in client.answers()] == ["cancelled"] * 2

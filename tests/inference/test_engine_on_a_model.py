@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, loaded, programs_of, whole_logits
-from test_engine import Client, serve
-from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
+from test_engine import Client, demand_equal, serve
+from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder, padded
 
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
@@ -41,10 +41,7 @@ def full(llama: LoadedModel) -> ModelDevice:
 
 def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:
     """Each token is the most likely one of a forward pass over the whole row, which is compiled for all rows."""
-    rows = np.zeros((len(clients), LENGTH), np.int32)
-    for row, client in zip(rows, clients, strict=True):
-        tokens = [*client.request.prompt, *client.answer.tokens]
-        row[: len(tokens)] = tokens
+    rows = padded([*client.request.prompt, *client.answer.tokens] for client in clients)
     best = whole_logits(model, rows)[..., :VOCABULARY].argmax(-1)
     for row, client in zip(best, clients, strict=True):
         first = len(client.request.prompt) - 1
@@ -83,8 +80,7 @@ def test_log_probabilities_of_listed_tokens(llama: LoadedModel, full: ModelDevic
     listed = 249, 3, 77
     client = Client([5, 17, 200], max_tokens=3, temperature=0, logprobs=3, logprob_tokens=listed)
     serve(Engine(full), client)
-    row = np.zeros((1, LENGTH), np.int32)
-    row[0, :6] = [*client.request.prompt, *client.answer.tokens]
+    row = padded([[*client.request.prompt, *client.answer.tokens]])
     logprobs = jax.nn.log_softmax(whole_logits(llama, row)[0, :, :VOCABULARY])
     for place, score in enumerate(client.answer.scores, start=2):
         assert [token for token, _ in score.top] == list(listed)
@@ -98,9 +94,7 @@ def test_rollouts_have_the_log_probabilities_of_the_trainer(llama: LoadedModel, 
     engine = Engine(full)
     serve(engine, client)
     answers = client.answers()
-    rows = np.zeros((len(answers), LENGTH), np.int32)
-    for row, answer in zip(rows, answers, strict=True):
-        row[: len(prompt) + 8] = [*prompt, *answer.tokens]
+    rows = padded([*prompt, *answer.tokens] for answer in answers)
     logprobs = np.asarray(jax.nn.log_softmax(whole_logits(llama, rows)[..., :VOCABULARY]))
     for row, answer, expected in zip(rows, answers, logprobs, strict=True):
         at = np.arange(len(prompt) - 1, len(prompt) + 7)
@@ -133,10 +127,7 @@ def test_prompts_that_begin_from_a_state(name: str, sizes: dict[str, int]) -> No
         serve(engine, *clients)
         answers[snapshots] = clients
         assert (engine.statistics().shared_tokens_total > 40) == (snapshots > 0)
-    for one, other in zip(answers[0], answers[2], strict=True):
-        assert one.answer.tokens == other.answer.tokens
-        logprobs = ([score.logprob for score in client.answer.scores] for client in (one, other))
-        np.testing.assert_allclose(*logprobs, atol=1e-5)
+    demand_equal(answers[0], answers[2])
 
 
 @pytest.mark.parametrize("kernel", ["tiled", pytest.param("reference", marks=pytest.mark.slow)])
@@ -168,10 +159,7 @@ def test_allowed_tokens_and_sequences_that_are_not(llama: LoadedModel, full: Mod
     bad = (usual[:1], usual[2:4], usual[4:7], (1, 2, 3))
     allowed = tuple(range(0, VOCABULARY, 7))
     answers = answer(bad_tokens=bad), answer(allowed_tokens=allowed), answer(allowed_tokens=(9, 14), bad_tokens=((9,),))
-    rows = np.zeros((3, LENGTH), np.int32)
-    for row, tokens in zip(rows, answers, strict=True):
-        row[:12] = [*prompt, *tokens]
-    logits = whole_logits(llama, rows)[..., :VOCABULARY]
+    logits = whole_logits(llama, padded([*prompt, *tokens] for tokens in answers))[..., :VOCABULARY]
     for place in range(9):
         before = answers[0][:place]
         left = logits[0, 2 + place].copy()
@@ -180,37 +168,3 @@ def test_allowed_tokens_and_sequences_that_are_not(llama: LoadedModel, full: Mod
         assert answers[1][place] == max(allowed, key=lambda token: logits[1, 2 + place, token])
     assert answers[2] == (14,) * 9
     assert answers[0] != usual
-
-
-@pytest.mark.slow
-def test_requests_of_all_kinds_join_running_ones(full: ModelDevice, compiled: list[str]) -> None:
-    """Answers do not depend on other requests, and nothing is compiled."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "n": 2},
-        {"temperature": 1.2, "top_k": 7, "min_p": 0.01, "seed": 4, "logprobs": 2},
-        {"temperature": 0, "prompt_logprobs": 1, "repetition_penalty": 1.3, "min_tokens": 4, "stop_tokens": (3,)},
-        {"beams": 2, "n": 2, "logprobs": 1},
-        {"temperature": 1, "seed": 5, "n": 1, "best_of": 3, "logit_bias": {9: 3.0}},
-    ]
-
-    def client(kind: dict[str, Any], number: int) -> Client:
-        return Client([number, 17, 200, 31, 5, 77], max_tokens=12, **kind)
-
-    expected = []
-    for number, kind in enumerate(kinds):
-        expected.append(client(kind, number))
-        serve(Engine(full), expected[-1])
-    # The scores of prompts are compiled when they are first needed.
-    compiled.clear()
-    engine, clients = Engine(full), []
-    for number, kind in enumerate(kinds):
-        clients.append(client(kind, number))
-        engine.submit(clients[-1].request)
-        for _ in range(2):
-            engine.step()
-    serve(engine)
-    for first, second in zip(expected, clients, strict=True):
-        assert [answer.tokens for answer in first.answers()] == [answer.tokens for answer in second.answers()]
-        assert all(answer.finish in ("length", "stop") for answer in second.answers())
-    assert compiled == []

@@ -231,10 +231,10 @@ def test_what_cannot_be_equal_is_refused() -> None:
     ):
         block = replace(made.cfg.model.stack.pattern[0], mixer=mixer)
         model = replace(made.cfg.model, stack=replace(made.cfg.model.stack, pattern=(block,)))
-        loaded: Any = LoadedStandIn(model, {"xla_allow_excess_precision": False})
+        loaded: Any = SimpleNamespace(cfg=model, options={"xla_allow_excess_precision": False})
         with pytest.raises(UserError, match=message):
             demand_equality(loaded, InferenceConfig(equal_to_training=True))
-    loaded = LoadedStandIn(made.cfg.model, {})
+    loaded = SimpleNamespace(cfg=made.cfg.model, options={})
     with pytest.raises(UserError, match=r"in bfloat16, XLA may skip roundings: set xla\.options\.xla_allow_excess"):
         demand_equality(loaded, InferenceConfig(equal_to_training=True))
     with pytest.raises(UserError, match=r"in float32, the softmax over experts has other bits .*: use bfloat16"):
@@ -247,10 +247,3 @@ def test_what_cannot_be_equal_is_refused() -> None:
         UserError, match=r"a microbatch of batch\.micro_size=2 has 32 tokens, .* fewer than 64 are summed"
     ):
         engine_of_run(short, {}, made.mesh, {}, tokenizer, settings, end_tokens=(), length=8, queue=1)
-
-
-class LoadedStandIn(NamedTuple):
-    """What the check reads of a loaded model."""
-
-    cfg: Any
-    options: dict[str, Any]

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,10 @@ import numpy as np
 import pytest
 from compiled_steps import loaded
 from flax import nnx
-from test_engine import Client, serve
-from test_programs import LENGTH, VOCABULARY
-from test_steps_of_variants import MODELS
+from test_engine import Client, demand_equal, serve
+from test_programs import LENGTH, MODELS, VOCABULARY
 
-from megajax.inference.assembly import engine_of_run, engine_refusal, make_engine
+from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
 from megajax.inference.engine import Engine
 from megajax.layers.context import Context
@@ -27,16 +25,10 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.presets.llama import llama3
-from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 SETTINGS = InferenceConfig(rows=2, chunk=8, block=4, cache_tokens=3 * LENGTH, compute="float32")
 LENGTHS = (11, 3, 1, 7, 19, 2, 5)
-
-
-class Answer(NamedTuple):
-    tokens: tuple[int, ...]
-    logprobs: list[float]
 
 
 def engine_on(name: str, **sizes: int) -> Engine:
@@ -51,24 +43,16 @@ def prompts() -> list[list[int]]:
     return [draw.integers(0, VOCABULARY, count).tolist() for count in LENGTHS]
 
 
-def answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+def answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Client]:
     """Greedy answers of different lengths, so that replicas run out of rows at different times."""
     clients = [Client(prompt, max_tokens=4 + 2 * number, logprobs=0) for number, prompt in enumerate(prompts)]
     serve(engine, *clients)
-    return [
-        Answer(tuple(client.answer.tokens), [score.logprob for score in client.answer.scores]) for client in clients
-    ]
+    return clients
 
 
 @cache
-def answers_of_one_device(name: str) -> list[Answer]:
+def answers_of_one_device(name: str) -> list[Client]:
     return answers(engine_on(name), prompts())
-
-
-def demand_equal(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens == other.tokens
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -91,25 +75,6 @@ def test_answers_of_sharded_experts_are_those_of_one_device(name: str, sizes: di
     demand_equal(answers(engine, prompts()), answers_of_one_device(name))
     # One replica works, the others are idle.
     demand_equal(answers(engine, prompts()[:1]), answers_of_one_device(name)[:1])
-
-
-@pytest.mark.slow
-def test_the_engine_of_a_run_shards_experts() -> None:
-    """As `run.generate` uses it."""
-    model = loaded(MODELS["mixture"], {"expert": 2, "tensor": 2})
-    assert engine_refusal(model.cfg, model.mesh) is None
-    engine = engine_of_run(
-        SimpleNamespace(model=model.cfg, precision=PrecisionConfig(compute="float32")),
-        model.weights,
-        model.mesh,
-        {},
-        ByteTokenizerConfig().build(),
-        InferenceConfig(rows=2, cache_tokens=3 * LENGTH),
-        end_tokens=(),
-        length=LENGTH,
-        queue=64,
-    )
-    demand_equal(answers(engine, prompts()), answers_of_one_device("mixture"))
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from compiled_steps import CHUNK, loaded, programs_of, whole_logits
 from stand_in import StandIn
-from test_engine import Client, idle, serve
-from test_programs import HEADS, LENGTH, ROPE, VOCABULARY, decoder
+from test_engine import Client, demand_refused, idle, serve
+from test_programs import HEADS, LENGTH, ROPE, VOCABULARY, decoder, padded
 
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.request import ImageInput, PromptImage, Refused
+from megajax.inference.request import ImageInput, PromptImage
 from megajax.inference.sampling.chooser import choosers
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -25,22 +25,11 @@ from megajax.models.presets.vit import llava
 from megajax.models.vision.config import VisionTowerConfig
 
 TOKEN, SIZE, SLOTS = 249, 8, 2
-TOWER = VisionTowerConfig(
-    hidden=24,
-    height=SIZE,
-    width=SIZE,
-    patch=4,
-    stack=StackConfig(
-        pattern=(
-            BlockConfig(
-                mixer=AttentionConfig(heads=4, causal=False, bias=True, kernel="reference"),
-                mlp=DenseMLPConfig(ffn=32, bias=True),
-            ),
-        ),
-        repeats=1,
-    ),
-    init_std=0.3,
+BLOCK = BlockConfig(
+    mixer=AttentionConfig(heads=4, causal=False, bias=True, kernel="reference"), mlp=DenseMLPConfig(ffn=32, bias=True)
 )
+STACK = StackConfig(pattern=(BLOCK,), repeats=1)
+TOWER = VisionTowerConfig(hidden=24, height=SIZE, width=SIZE, patch=4, stack=STACK, init_std=0.3)
 MODEL = llava(
     decoder(replace(HEADS, rope=ROPE)), TOWER, image_token=TOKEN, slots=SLOTS, projector=ProjectorConfig(ffn=40)
 )
@@ -66,10 +55,9 @@ def client(*parts: int | list[int], **settings: Any) -> Client:
 
 def logits_of(model: LoadedModel, clients: list[Client]) -> np.ndarray:
     """Of the trainer's forward over prompts and answers, [rows, LENGTH, VOCABULARY]."""
-    rows, images = np.zeros((len(clients), LENGTH), np.int32), np.zeros((len(clients), SLOTS, SIZE, SIZE, 3), np.uint8)
+    rows = padded([*asking.request.prompt, *asking.answer.tokens] for asking in clients)
+    images = np.zeros((len(clients), SLOTS, SIZE, SIZE, 3), np.uint8)
     for number, asking in enumerate(clients):
-        tokens = [*asking.request.prompt, *asking.answer.tokens]
-        rows[number, : len(tokens)] = tokens
         for slot, picture in enumerate(asking.request.images):
             images[number, slot] = picture.pixels
     return whole_logits(model, tokens=rows, images=images)[..., :VOCABULARY]
@@ -143,6 +131,4 @@ def test_images_that_do_not_fit_are_refused() -> None:
         (engine, misplaced, "prompt"),
         (engine, without, "prompt"),
     ):
-        with pytest.raises(Refused) as refused:
-            refusing.check(asking.request)
-        assert refused.value.field == field
+        demand_refused(refusing, asking, field)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, loaded, programs_of
-from stand_in import StandIn, check
+from stand_in import StandIn, check, expected
 from started_step import StandInStep
 from test_engine import Client
 from test_programs import LENGTH, MODELS, VOCABULARY
@@ -72,9 +72,17 @@ def test_the_answers_of_random_loads_are_those_without_it(seed: int) -> None:
     """Few blocks, so that rows are preempted while their tokens are awaited; stop tokens, cancellations, beams."""
     settings: dict[str, Any] = {"rows": 4, "blocks": 12, "block": 4, "length": 40, "replicas": 1 + seed % 2}
     settings |= {"window": 5} if seed % 3 == 0 else {}
-    answers = [answers_of(StandIn(**settings), clients(seed), ahead=ahead, seed=seed) for ahead in (False, True)]
+    requests = [clients(seed) for _ in range(2)]
+    answers = [
+        answers_of(StandIn(**settings), asked, ahead=ahead, seed=seed)
+        for asked, ahead in zip(requests, (False, True), strict=True)
+    ]
     assert answers[0] == answers[1] and len(answers[0]) > 20
     assert {answer.finish for answer in answers[0]} == {"stop", "length"}
+    for client in requests[1]:
+        if client.request.sampling.temperature == 0 and client.request.sampling.beams == 1:
+            (first, *_), prompt = client.answers(), client.request.prompt
+            assert list(first.tokens) == expected(prompt, len(first.tokens)), "requests do not change each other"
 
 
 def clients(seed: int) -> list[Client]:

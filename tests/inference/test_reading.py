@@ -22,26 +22,15 @@ CROSS = CrossAttentionConfig(heads=4, kv_heads=2, kernel="reference", bias=True)
 NORM = LayerNormConfig()
 MLP = GatedMLPConfig(ffn=48)
 FROM_BOTH_SIDES = replace(HEADS, causal=False, relative=RelativeBiasConfig(shared=True, both_ways=True))
+DECODING = BlockConfig(mixer=replace(HEADS, relative=RelativeBiasConfig(shared=True)), cross=CROSS, mlp=MLP, norm=NORM)
+NORMS_AND_SINKS = replace(CROSS, qk_norm=RMSNormConfig(), sink="learned")
 T5 = T5Config(
     hidden=32,
     vocabulary_size=VOCABULARY,
     sequence_length=LENGTH,
     encoder_length=TEXT,
     encoder=StackConfig(pattern=(BlockConfig(mixer=FROM_BOTH_SIDES, mlp=MLP, norm=NORM),), repeats=1),
-    stack=StackConfig(
-        pattern=(
-            BlockConfig(
-                mixer=replace(HEADS, relative=RelativeBiasConfig(shared=True)), cross=CROSS, mlp=MLP, norm=NORM
-            ),
-            BlockConfig(
-                mixer=replace(HEADS, relative=RelativeBiasConfig(shared=True)),
-                cross=replace(CROSS, qk_norm=RMSNormConfig(), sink="learned"),
-                mlp=MLP,
-                norm=NORM,
-            ),
-        ),
-        repeats=1,
-    ),
+    stack=StackConfig(pattern=(DECODING, replace(DECODING, cross=NORMS_AND_SINKS)), repeats=1),
     init_std=0.3,
 )
 
@@ -75,18 +64,13 @@ def test_rows_read_their_texts(sizes: dict[str, int], drafts: int) -> None:
 
     # The third rows take the slots and blocks of the first, as later requests do.
     first, second, third = rows(TEXT, 3, [0], 1), rows(5, 7, [3, 1], 0), rows(9, 3, [0], 1)
+    begun, ended = list(zip(first, second, strict=True)), list(zip(third, second, strict=True))
     work = [
         [Step(prompts=[(row, 0, 2)]) for row in first],
-        [
-            Step(decode=[(short_row, 2)], prompts=[(long_row, 0, 5)])
-            for short_row, long_row in zip(first, second, strict=True)
-        ],
-        [
-            Step(decode=[(long_row, 5)], prompts=[(short_row, 0, 1)])
-            for short_row, long_row in zip(third, second, strict=True)
-        ],
-        [Step(decode=[(long_row, 6), (short_row, 1)]) for short_row, long_row in zip(third, second, strict=True)],
-        [Step(decode=[(short_row, 2)]) for short_row in third],
+        [Step(decode=[(short, 2)], prompts=[(long, 0, 5)]) for short, long in begun],
+        [Step(decode=[(long, 5)], prompts=[(short, 0, 1)]) for short, long in ended],
+        [Step(decode=[(long, 6), (short, 1)]) for short, long in ended],
+        [Step(decode=[(short, 2)]) for short in third],
     ]
     every = [*first, *second, *third]
     expected = dict(zip(every, forward(model, every), strict=True))

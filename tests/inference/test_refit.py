@@ -12,7 +12,7 @@ import pytest
 from compiled_steps import CHUNK, layout_of, loaded, programs_of
 from jax.sharding import NamedSharding, PartitionSpec
 from stand_in import StandIn, expected
-from test_engine import Client, serve
+from test_engine import Client, demand_equal, serve
 from test_engine_on_a_model import LLAMA
 from test_programs import MODELS, VOCABULARY
 
@@ -38,24 +38,16 @@ def engine_of(model: LoadedModel) -> Engine:
     return Engine(ModelDevice(programs, VOCABULARY), weights=ModelWeights(programs))
 
 
-def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[tuple[list[int], np.ndarray]]:
-    """Tokens and log-probabilities."""
+def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Client]:
+    """The requests, with their tokens and log-probabilities."""
     clients = [Client(prompt, max_tokens=8, logprobs=0) for prompt in prompts]
     serve(engine, *clients)
-    return [
-        (list(client.answer.tokens), np.array([score.logprob for score in client.answer.scores])) for client in clients
-    ]
+    return clients
 
 
 def buffers(weight: Any) -> set[int]:
     """Addresses of the memory of a weight."""
     return {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weight) for shard in leaf.addressable_shards}
-
-
-def demand_equal(actual: list[tuple[list[int], np.ndarray]], wanted: list[tuple[list[int], np.ndarray]]) -> None:
-    assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in wanted]
-    for (_, logprobs), (_, expected_logprobs) in zip(actual, wanted, strict=True):
-        np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,16 +154,16 @@ def test_sleep_moves_the_weights_to_the_host_and_back() -> None:
     model = loaded(LLAMA, {"tensor": 2})
     engine = engine_of(model)
     programs: Any = engine.device.programs
-    before, client = answers(engine), Client(PROMPTS[1], max_tokens=8)
+    before, client = answers(engine), Client(PROMPTS[1], max_tokens=8, logprobs=0)
     engine.submit(client.request)
     engine.step()
     engine.sleep()
     assert engine.asleep and not engine.step() and not programs.weights and "cache" not in vars(programs)
-    late = Client(PROMPTS[0], max_tokens=8)
+    late = Client(PROMPTS[0], max_tokens=8, logprobs=0)
     engine.submit(late.request)
     engine.wake()
     serve(engine)
-    assert [list(client.answer.tokens), list(late.answer.tokens)] == [before[1][0], before[0][0]]
+    demand_equal([late, client], before[:2])
     assert late.answer.shared == 0, "the blocks of the dropped cache are not shared"
     demand_equal(answers(engine), before)
 

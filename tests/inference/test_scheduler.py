@@ -19,22 +19,31 @@ def row(order: int, tokens: abc.Sequence[int], limit: int, **more: object) -> Se
     return replace(Sequence(order=(order, 0), tokens=list(tokens), limit=limit, sampling=GREEDY), **more)
 
 
-def made(scheduler: Scheduler, device: StandIn, rows: abc.Sequence[Sequence], steps: int = 10_000) -> None:
-    """Runs until all rows have reached their limits."""
+def made(
+    scheduler: Scheduler,
+    device: StandIn,
+    rows: abc.Sequence[Sequence],
+    after_step: abc.Callable[[], object] = lambda: None,
+) -> list[Sequence]:
+    """Runs until all rows have reached their limits -> the rows in the order of their ends."""
+    ended: list[Sequence] = []
     for row in rows:
         scheduler.add(row)
-    for _ in range(steps):
+    for _ in range(10_000):
         step = scheduler.next()
         check(scheduler)
         if step is None:
             break
+        after_step()
         for (row, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
             if computed == len(row.tokens):
                 row.tokens.append(result.token)
             if len(row.tokens) == row.limit:
                 scheduler.remove(row)
                 check(scheduler)
+                ended.append(row)
     assert not scheduler.running and not scheduler.waiting, "no progress"
+    return ended
 
 
 class Load:
@@ -125,46 +134,48 @@ def test_lower_priorities_are_admitted_first_and_preempted_last() -> None:
     device = StandIn(rows=2, chunk=8, tile=4, block=4, blocks=12)
     scheduler = Scheduler(Pool(12, 4), rows=2, chunk=8, tile=4)
     rows = [row(number, [number, 1, 2], 40, priority=priority) for number, priority in enumerate((3, 0, 0, -7))]
-    ended: list[int] = []
-    for item in rows:
-        scheduler.add(item)
-    while step := scheduler.next():
-        check(scheduler)
-        for (item, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
-            if computed == len(item.tokens):
-                item.tokens.append(result.token)
-            if len(item.tokens) == item.limit:
-                scheduler.remove(item)
-                ended.append(item.order[0])
-    assert ended == [3, 1, 2, 0]
+    assert [item.order[0] for item in made(scheduler, device, rows)] == [3, 1, 2, 0]
     assert rows[3].preempted == 0 < rows[1].preempted
     assert all(item.tokens[3:] == expected(item.tokens[:3], 37) for item in rows)
 
 
-def test_blocks_of_another_origin_are_not_shared() -> None:
-    device, prompt = StandIn(rows=8, chunk=32, tile=4, block=4), list(range(21))
-    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
-    made(scheduler, device, [row(number, prompt, 25, origin=bytes([number % 2])) for number in range(4)])
-    assert scheduler.shared_tokens == 20 + 20
+PROMPT, LONG = list(range(21)), [number % 7 for number in range(41)]
+ONE_BY_ONE = {"rows": 4, "chunk": 8, "tile": 8}
+TOGETHER = {"rows": 8, "chunk": 32, "tile": 4}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prompts", "origins", "computed", "shared"),
+    [
+        pytest.param(ONE_BY_ONE, [PROMPT] * 3, b"aaa", 21 + 2 * 1, 2 * 20, id="equal"),
+        # A step writes all tokens before it reads any; prompts that are computed together go on with each other's.
+        pytest.param(TOGETHER, [LONG] * 3, b"aaa", 41 + 2 * 1, 2 * 40, id="equal in one step"),
+        pytest.param(ONE_BY_ONE, [PROMPT, [7, *PROMPT]], b"aa", 21 + 22, 0, id="other prefixes"),
+        pytest.param(TOGETHER, [PROMPT] * 4, b"abab", 2 * 21 + 2 * 1, 2 * 20, id="other origins"),
+        pytest.param(ONE_BY_ONE | {"snapshots": 1}, [[*PROMPT, 9]] * 4, b"aaaa", 22 + 3 * 2, 3 * 20, id="states"),
+    ],
+)
+def test_prompts_that_begin_alike_are_computed_once(
+    sizes: dict[str, Any], prompts: list[list[int]], origins: bytes, computed: int, shared: int
+) -> None:
+    device, scheduler = StandIn(block=4, **sizes), Scheduler(Pool(64, 4), **sizes)
+    rows = [
+        row(number, prompt, len(prompt) + 4, origin=origins[number : number + 1])
+        for number, prompt in enumerate(prompts)
+    ]
+    made(scheduler, device, rows)
+    assert (scheduler.prompt_tokens, scheduler.shared_tokens) == (computed, shared)
+    assert all(item.tokens[-4:] == expected(item.tokens[:-4], 4) for item in rows)
 
 
 @pytest.mark.parametrize(("window", "most"), [(None, 2), (7, 8)])
 def test_blocks_behind_the_window_make_room_for_more_rows(window: int | None, most: int) -> None:
     """A row of 40 tokens fills 10 of the 24 blocks. With a window of 7, it has 3 blocks at any time."""
     sizes: dict[str, Any] = {"rows": 8, "chunk": 8, "tile": 4, "window": window}
-    device, scheduler, long = StandIn(block=4, blocks=24, **sizes), Scheduler(Pool(24, 4), **sizes), 0
+    device, scheduler, long = StandIn(block=4, blocks=24, **sizes), Scheduler(Pool(24, 4), **sizes), list[int]()
     rows = [row(number, [number] * 4, 40) for number in range(8)]
-    for item in rows:
-        scheduler.add(item)
-    while step := scheduler.next():
-        check(scheduler)
-        long = max(long, sum(len(item.tokens) > 32 for item in scheduler.running))
-        for (item, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
-            if computed == len(item.tokens):
-                item.tokens.append(result.token)
-            if len(item.tokens) == item.limit:
-                scheduler.remove(item)
-    assert long == most and (scheduler.preemptions > 0) == (window is None)
+    made(scheduler, device, rows, lambda: long.append(sum(len(item.tokens) > 32 for item in scheduler.running)))
+    assert max(long) == most and (scheduler.preemptions > 0) == (window is None)
     assert all(item.tokens[4:] == expected(item.tokens[:4], 36) for item in rows)
 
 
@@ -181,15 +192,6 @@ def test_a_prompt_begins_from_the_state_after_a_known_prefix() -> None:
     assert computed == [21, 1, 21, 9, 9, 1]
 
 
-def test_equal_prompts_with_states_at_the_same_time() -> None:
-    sizes: dict[str, Any] = {"rows": 8, "chunk": 8, "tile": 8, "snapshots": 1}
-    device, scheduler = StandIn(block=4, **sizes), Scheduler(Pool(64, 4), **sizes)
-    rows = [row(number, list(range(22)), 30) for number in range(6)]
-    made(scheduler, device, rows)
-    assert scheduler.prompt_tokens == 22 + 5 * 2 and scheduler.shared_tokens == 5 * 20
-    assert all(item.tokens[22:] == expected(list(range(22)), 8) for item in rows)
-
-
 def test_rows_with_penalties_keep_their_blocks() -> None:
     """The device reads the tokens that are penalized from the blocks."""
     scheduler = Scheduler(Pool(24, 4), rows=8, chunk=32, tile=4, window=3)
@@ -202,22 +204,6 @@ def test_rows_with_penalties_keep_their_blocks() -> None:
     assert [list(item.blocks).count(FREED) for item in scheduler.running] == [2, 0]
 
 
-def test_equal_prompts_are_computed_once() -> None:
-    device, prompt = StandIn(chunk=8, block=4), list(range(21))
-    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8, tile=8)
-    made(scheduler, device, [row(number, prompt, 25) for number in range(3)])
-    assert scheduler.prompt_tokens == 21 + 1 + 1
-    assert scheduler.shared_tokens == 20 + 20
-
-
-def test_a_step_computes_several_prompts() -> None:
-    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
-    for number in range(8):
-        scheduler.add(row(number, [number] * 4, 9))
-    step = scheduler.next()
-    assert step is not None and [count for _, _, count in step.prompts] == [4] * 8
-
-
 def test_a_long_prompt_and_the_short_ones_behind_it_do_not_wait_for_each_other() -> None:
     """The oldest has half of each step, and all that the others leave."""
     scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
@@ -227,22 +213,6 @@ def test_a_long_prompt_and_the_short_ones_behind_it_do_not_wait_for_each_other()
     assert first is not None and second is not None
     assert {item.order[0]: count for item, _, count in first.prompts} == {0: 16, 1: 4, 2: 6, 3: 3}
     assert {item.order[0]: count for item, _, count in second.prompts} == {0: 16, 1: 16}
-
-
-def test_equal_prompts_in_one_step_are_computed_once() -> None:
-    """A step writes all tokens before it reads any; and prompts that are computed together go on with each other's."""
-    device, prompt = StandIn(rows=8, chunk=32, tile=4, block=4), [number % 7 for number in range(41)]
-    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
-    made(scheduler, device, [row(number, prompt, 45) for number in range(3)])
-    assert scheduler.prompt_tokens == 41 + 1 + 1 and scheduler.shared_tokens == 40 + 40
-
-
-def test_other_prefixes_share_nothing() -> None:
-    device, prompt = StandIn(chunk=8, block=4), list(range(21))
-    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8, tile=8)
-    rows = [row(0, prompt, 25), row(1, [7, *prompt], 25)]
-    made(scheduler, device, rows)
-    assert scheduler.shared_tokens == 0
 
 
 def test_rows_with_scored_prompts_compute_the_whole_prompt_and_are_shared() -> None:

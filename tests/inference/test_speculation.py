@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compiled_steps import Logits, Row, Step, loaded, programs_of, whole_logits
 from stand_in import Known, StandIn, check, hashed
-from test_engine import Client, serve
+from test_engine import Client, demand_equal, serve
 from test_generate_terminal import session
 from test_programs import HEADS, LENGTH, MAMBA, MODELS, ROPE, VOCABULARY, decoder
 
@@ -305,17 +305,6 @@ def devices(request: pytest.FixtureRequest) -> tuple[ModelDevice, ModelDevice]:
     return made[0], made[1]
 
 
-def compare(plain: list[Client], drafted: list[Client]) -> None:
-    """Asserts equal tokens, ends and scores."""
-    for first, second in zip(plain, drafted, strict=True):
-        for expected, answer in zip(first.answers(), second.answers(), strict=True):
-            assert (answer.tokens, answer.finish) == (expected.tokens, expected.finish)
-            for one, other in zip(expected.scores, answer.scores, strict=True):
-                assert (one.token, one.rank) == (other.token, other.rank)
-                np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
-                assert [token for token, _ in one.top] == [token for token, _ in other.top]
-
-
 def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: Any, compiled: list[str]) -> None:
     """With few blocks and shared prefixes; nothing is compiled."""
     draw, runs = random.Random(4), []
@@ -335,7 +324,7 @@ def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: An
         runs.append((clients, engine.statistics()))
     assert compiled == []
     (plain, before), (drafted, after) = runs
-    compare(plain, drafted)
+    demand_equal(plain, drafted, atol=1e-4)
     assert after.preemptions_total > 0 and after.shared_tokens_total > 0
     assert after.accepted_tokens_total > 200 and after.steps_total < 0.7 * before.steps_total
 

@@ -74,6 +74,15 @@ def started(request: pytest.FixtureRequest):
         assert not worker._thread.is_alive()
 
 
+def held(started: Any, **settings: Any) -> tuple[Worker, Gated, Waiting]:
+    """A worker whose request is in a step, which lasts until the gate of its device opens."""
+    worker, request = started(device := Gated(**settings)), Waiting("first", (1, 2))
+    device.gate.clear()
+    worker.submit(request.request)
+    assert wait_until(lambda: worker.engine.requests == 1)
+    return worker, device, request
+
+
 def test_many_threads_submit_and_cancel(started: Any) -> None:
     worker = started(Gated(rows=4, blocks=24))
     clients = [Waiting(f"{number}", (number, 1), max_tokens=20) for number in range(48)]
@@ -100,11 +109,8 @@ def test_many_threads_submit_and_cancel(started: Any) -> None:
 
 def test_requests_that_come_during_a_step_count_as_waiting(started: Any) -> None:
     """A step that hangs must not hide the requests that wait for its end."""
-    worker = started(device := Gated(rows=1))
-    device.gate.clear()
-    clients = [Waiting(f"{number}", (number, 1)) for number in range(5)]
-    worker.submit(clients[0].request)
-    assert wait_until(lambda: worker.statistics().running == 1)
+    worker, device, first = held(started, rows=1)
+    clients = [first, *(Waiting(f"{number}", (number, 1)) for number in range(1, 5))]
     for client in clients[1:]:
         worker.submit(client.request)
     counts = worker.statistics()
@@ -139,76 +145,13 @@ def test_the_thread_prepares_before_its_first_step_and_stops_preparing_when_clos
     assert not closed.ready and parts == [0, 1, 2, 0]
 
 
-def test_refusals_are_raised_where_the_request_is_submitted(started: Any) -> None:
-    worker = started(device := Gated(rows=1), queue=1)
-    with pytest.raises(Refused) as refused:
-        worker.submit(Waiting("a", (99,)).request)
-    assert refused.value.field == "prompt"
-    device.gate.clear()
-    clients = [Waiting(f"{number}", (number,)) for number in range(3)]
-    for client in clients[:2]:
-        worker.submit(client.request)
-    with pytest.raises(Refused) as refused:
-        worker.submit(clients[2].request)
-    assert refused.value.reason == "queue_full"
-    device.gate.set()
-    assert [client.finish for client in clients[:2]] == ["length", "length"]
-
-
 def test_an_identifier_is_unique_among_running_requests(started: Any) -> None:
-    worker = started(device := Gated())
-    device.gate.clear()
+    worker, device, _ = held(started)
     worker.submit(Waiting("same", (1,)).request)
-    with pytest.raises(Refused, match="in use"):
-        worker.submit(Waiting("same", (1,)).request)
+    for name in ("first", "same"):
+        with pytest.raises(Refused, match="in use"):
+            worker.submit(Waiting(name, (1,)).request)
     device.gate.set()
-
-
-def test_closing_cancels_the_rest(started: Any) -> None:
-    worker = started(Gated(length=4096, blocks=2048))
-    client = Waiting("a", (1,), max_tokens=4000)
-    worker.submit(client.request)
-    assert client.began.wait(20)
-    worker.close()
-    assert client.finish == "cancelled" and not worker.healthy() and worker.failure is None
-
-
-def test_an_error_of_the_device_ends_everything(started: Any) -> None:
-    worker = started(Gated(fails=3))
-    clients = [Waiting(f"{number}", (number,)) for number in range(9)]
-    for client in clients:
-        try:
-            worker.submit(client.request)
-        except Refused as refusal:
-            assert refusal.reason == "draining"
-            client.ended.set()
-            client.pieces.append(Output(0, "", (), (), "error"))
-    assert [client.finish for client in clients] == ["error"] * 9
-    assert wait_until(lambda: worker.failure is not None)
-    assert not worker.healthy() and isinstance(worker.failure, RuntimeError)
-    with pytest.raises(Refused):
-        worker.submit(Waiting("late", (1,)).request)
-
-
-def test_a_step_that_hangs_is_not_healthy(started: Any) -> None:
-    worker = started(device := Gated(), patience=0.05)
-    assert worker.healthy()
-    device.gate.clear()
-    client = Waiting("a", (1,))
-    worker.submit(client.request)
-    assert wait_until(lambda: not worker.healthy())
-    device.gate.set()
-    assert client.finish == "length"
-    assert wait_until(worker.healthy)
-
-
-def test_bad_logits_are_not_healthy_until_the_next_good_step(started: Any) -> None:
-    worker = started(Gated(bad=(13,)))
-    for prompt, finish, healthy in (((13,), "error", False), ((1,), "length", True)):
-        client = Waiting("a", prompt)
-        worker.submit(client.request)
-        assert client.finish == finish
-        assert wait_until(lambda healthy=healthy: worker.healthy() == healthy)
 
 
 def test_calls_run_between_steps(started: Any) -> None:
@@ -231,14 +174,14 @@ def test_calls_run_between_steps(started: Any) -> None:
 
 
 def test_calls_that_wait_end_with_the_engine(started: Any) -> None:
-    worker = started(device := Gated(fails=0))
-    device.gate.clear()
-    worker.submit(Waiting("a", (1, 2)).request)
-    assert wait_until(lambda: worker.engine.requests == 1)
+    worker, device, _ = held(started, fails=0)
     call = worker.call(lambda engine: None)
     device.gate.set()
     with pytest.raises(Refused, match="the engine has ended"):
         call.result(20)
+    assert isinstance(worker.failure, RuntimeError) and not worker.healthy()
+    with pytest.raises(Refused, match="new engine"):
+        worker.submit(Waiting("late", (1,)).request)
 
 
 def test_a_call_follows_the_requests_before_it(started: Any) -> None:
@@ -255,12 +198,8 @@ def test_a_call_follows_the_requests_before_it(started: Any) -> None:
 
 
 def test_a_call_for_an_idle_engine_waits_for_the_requests_before_it_and_not_for_those_after(started: Any) -> None:
-    device = Gated(rows=2)
-    worker = started(device)
-    device.gate.clear()
-    first, late, dropped = (Waiting(name, (1, 2)) for name in ("first", "late", "dropped"))
-    worker.submit(first.request)
-    assert wait_until(lambda: worker.engine.requests == 1)
+    worker, device, first = held(started, rows=2)
+    late, dropped = Waiting("late", (1, 2)), Waiting("dropped", (1, 2))
     future = worker.call(lambda engine: (engine.requests, first.ended.is_set()), idle=True)
     for waiting in (late, dropped):
         worker.submit(waiting.request)
@@ -288,12 +227,7 @@ def test_a_paused_engine_is_healthy_and_uses_no_processor_time(started: Any) -> 
 
 
 def test_closing_ends_requests_that_wait_for_a_call(started: Any) -> None:
-    device = Gated(rows=2)
-    worker = started(device)
-    device.gate.clear()
-    first, late = Waiting("first", (1, 2)), Waiting("late", (1, 2))
-    worker.submit(first.request)
-    assert wait_until(lambda: worker.engine.requests == 1)
+    (worker, device, first), late = held(started, rows=2), Waiting("late", (1, 2))
     future = worker.call(lambda engine: engine.requests, idle=True)
     worker.submit(late.request)
     closing = threading.Thread(target=worker.close)
@@ -302,3 +236,4 @@ def test_closing_ends_requests_that_wait_for_a_call(started: Any) -> None:
     device.gate.set()
     closing.join(20)
     assert (first.finish, late.finish) == ("cancelled", "cancelled") and future.result(20) == 0
+    assert not worker.healthy() and worker.failure is None
