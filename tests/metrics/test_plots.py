@@ -92,6 +92,15 @@ def test_files_become_heat_maps(tmp_path: Path, step: Callable[..., StepRecord])
     assert plot_layers(tmp_path / "layers.jsonl", tmp_path / "none", tmp_path / "other.png") == ""
 
 
+class WithoutMatplotlib:
+    """An import hook that hides matplotlib."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def write_run(path, steps: int, step) -> None:
     writer = JsonlWriter(path)
     noise = np.random.default_rng(0).normal(0, 0.15, steps + 1)
@@ -149,8 +158,9 @@ def test_a_note_without_matplotlib_or_steps(tmp_path, monkeypatch, step):
     (tmp_path / "metrics.jsonl").write_text("")
     assert "has no steps" in plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
     write_run(tmp_path / "metrics.jsonl", 2, step)
-    for name in [name for name in (*sys.modules, "matplotlib") if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [WithoutMatplotlib, *sys.meta_path])
     note = plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
     assert "megajax[plot]" in note
     assert "\n" not in note
