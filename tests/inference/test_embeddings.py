@@ -146,7 +146,7 @@ def states_of_encoder(model: LoadedModel, prompts: list[list[int]]) -> np.ndarra
 @pytest.mark.parametrize(
     "sizes", [pytest.param({}, id="one"), pytest.param({"data": 2, "tensor": 2}, id="four", marks=pytest.mark.slow)]
 )
-def test_embeddings_are_the_states_of_encoder_the_trainer(sizes: dict[str, int]) -> None:
+def test_embeddings_of_an_encoder_are_the_states_of_the_trainer(sizes: dict[str, int]) -> None:
     whole, draw = loaded(BERT, sizes), np.random.default_rng(3)
     encoder = loaded(BERT.text_encoder(), sizes)
     assert encoder.weights.keys() == {
