@@ -118,20 +118,20 @@ class ArraySource:
         return self.weights[path][box]
 
 
-def random_weights(declared: Mapping[str, ParamSpec], scale: float = 1.0) -> ArraySource:
+def random_weights(declared: Mapping[str, ParamSpec], scale: float = 1.0, seed: int = 0) -> ArraySource:
     """Random weights, including rows past the vocabulary, as in training."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     return ArraySource(
         {path: (scale * draw.normal(size=spec.shape)).astype(np.float32) for path, spec in declared.items()}
     )
 
 
-def write_adapter(folder: Path, base: Path, lora: LoRAConfig) -> None:
+def write_adapter(folder: Path, base: Path, lora: LoRAConfig, seed: int = 0) -> None:
     """Writes an adapter of PEFT with random weights for the model of a folder."""
     model = model_of(base)
     adapted = replace(model, lora=lora)
-    weights = random_weights({path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path})
-    config, tensors = adapter_files(adapted, family_for(model), weights, str(base))
+    specs = {path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path}
+    config, tensors = adapter_files(adapted, family_for(model), random_weights(specs, seed=seed), str(base))
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config))
     save_file(tensors, folder / TENSORS)

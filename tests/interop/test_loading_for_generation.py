@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base: a Hugging Face folder; run: the same as a run; adapter: of PEFT; lora, merged: runs with it."""
     folder = tmp_path_factory.mktemp("models")
     write_llama(folder / "base", dtype=np.float32)
-    write_adapter(folder / "adapter", folder / "base", LORA)
+    write_adapter(folder / "adapter", folder / "base", LORA, seed=1)
     hf, peft = f"hf:{folder / 'base'}", f"peft:{folder / 'adapter'}"
     assert convert([f"--from={hf}", f"--to={folder / 'run'}"]) == 0
     assert convert([f"--from={peft}", f"--base={hf}", f"--to={folder / 'lora'}"]) == 0
