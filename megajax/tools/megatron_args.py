@@ -130,6 +130,8 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
                 options.output = Path(value)
             case "define":
                 key, _, text = value.partition("=")
+                if not (key.isidentifier() and key.isascii()):
+                    raise UserError(f"--define={value}: expected NAME=VALUE")
                 options.defined[key] = text
             case "run-script":
                 options.script = value
@@ -175,24 +177,28 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
         if path.suffix in (".yaml", ".yml", ".json"):
             return Training("", (*_file_words(path), *flags)), source
         try:
-            commands = read_commands(read_file(path, pipes=True).decode("utf-8"), source)
-        except (OSError, UnicodeDecodeError) as error:
+            commands = read_commands(_read(path, source).decode("utf-8"), source)
+        except UnicodeError as error:
             raise UserError(f"{source} cannot be read: {error}") from error
     training = find_training(commands, source, options.command)
     return replace(training, words=(*training.words, *flags)), source
 
 
+def _read(path: Path, source: str) -> bytes:
+    try:
+        return read_file(path, pipes=True)
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}") from error
+
+
 def _script_commands(script: Path, arguments: Sequence[str], defined: Mapping[str, str]) -> Sequence[Sequence[str]]:
     """The commands of a script that bash runs, with what it does and its messages on standard error."""
-    print(
-        f"running {script} by bash. Its builtins run: they can read your files and write in a temporary folder. "
-        "Programs are not started.",
-        file=sys.stderr,
-    )
-    try:
-        run = run_script(script, arguments, defined)
-    except OSError as error:
-        raise UserError(f"{script} cannot be read: {error}") from error
+    text = _read(script, str(script))
+    if b"\r\n" in text:
+        raise UserError(f"{script} has line ends of Windows (CRLF): write it by dos2unix")
+    print(f"running {script} by bash. Its builtins run: they can read your files and write in a temporary folder. "
+          "Programs are not started.", file=sys.stderr)  # fmt: skip
+    run = run_script(script, text, arguments, defined)
     if run.notes:
         print("messages of bash and the script:", *(f"  {note}" for note in run.notes), sep="\n", file=sys.stderr)
     return run.commands
@@ -210,7 +216,7 @@ def find_training(commands: Sequence[Sequence[str]], source: str, number: int | 
         if first.startswith("--"):
             message = "belongs to no command: the line before it has a comment, or does not end in \\"
             raise UserError(f"{source}: {first} {message}")
-    runs = [training for command in commands if (training := as_training(command)) is not None]
+    runs = list(dict.fromkeys(training for command in commands if (training := as_training(command)) is not None))
     runs = [run for run in runs if any(word.startswith("--") for word in run.words)] or runs
     runs = [run for run in runs if run.script.rpartition("/")[2].startswith("pretrain")] or runs
     if not runs:

@@ -9,16 +9,18 @@ can also create files elsewhere, and change those that it opens by >> or >|.
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.config.errors import UserError
-from megajax.config.read_limits import Budget, Limits, read_file
+from megajax.config.read_limits import Budget, Limits
 from megajax.interop.megatron import confined_bash
 
 STUBS = Path(__file__).with_name("script_stubs.sh")
@@ -35,19 +37,17 @@ class ScriptRun:
     commands: tuple[tuple[str, ...], ...]
     """The words of each program, in order, repeated ones once."""
     notes: tuple[str, ...]
-    """The last messages of bash and the script."""
+    """The last lines that bash and the script wrote, and how the script ended."""
 
 
-def run_script(script: Path, arguments: Sequence[str] = (), defined: Mapping[str, str] | None = None) -> ScriptRun:
-    """Run a script that the user trusts. defined: its environment variables.
+def run_script(script: Path, text: bytes, arguments: Sequence[str], defined: Mapping[str, str]) -> ScriptRun:
+    """Run a script that the user trusts. text: its content; defined: its environment variables.
 
-    Raises:
-        UserError: there is no bash, or the kernel can't refuse programs.
-        OSError: the script can't be read.
+    Raises UserError: there is no bash, or the kernel can't refuse programs.
     """
     if shutil.which("bash", path=os.defpath) is None:
         raise UserError("--run-script needs bash: install it, or give the expanded command in a file")
-    text, working, folder = read_file(script, pipes=True), Path.cwd(), script.absolute().parent
+    working, folder = Path.cwd(), script.absolute().parent
     with tempfile.TemporaryDirectory(prefix="megajax-script-") as name:
         root = Path(name).resolve()
         work, beside, home, records = (root / part for part in ("work", "beside", "home", "records"))
@@ -58,9 +58,10 @@ def run_script(script: Path, arguments: Sequence[str] = (), defined: Mapping[str
         records.mkdir()
         (copy / script.name).write_bytes(text)
         path = copy / script.name if copy == beside else (copy / script.name).relative_to(work)
-        variables = {"HOME": str(home), "TMPDIR": str(root), **(defined or {})}
+        user = {name: os.environ[name] for name in ("USER", "LOGNAME") if name in os.environ}
+        variables = {"HOME": str(home), "TMPDIR": str(root), **user, **defined}
         variables |= {"PATH": os.devnull, "BASH_ENV": str(STUBS), "MEGAJAX_RECORDS": str(records)}
-        status = _run([str(root), "--", str(path), *arguments], variables, work, root / "errors")
+        status = _run([str(path), *arguments], variables, work, root)
         if status == confined_bash.NO_FILTER and not any(records.iterdir()):
             raise UserError("--run-script needs Linux on x86_64 or arm64, with seccomp, which keeps the script from "
                             "starting programs: give the expanded command in a file instead")  # fmt: skip
@@ -68,26 +69,34 @@ def run_script(script: Path, arguments: Sequence[str] = (), defined: Mapping[str
         for record in sorted(records.iterdir()):
             budget.spend(1, bytes=record.stat().st_size)
             commands.append(_with_origins(record.read_text(errors="replace"), root, working, folder).split("\0")[:-1])
-        messages = _with_origins((root / "errors").read_text(errors="replace"), root, working, folder).splitlines()
-    notes = [*messages[-10:], *([f"stopped after {SECONDS} seconds"] if status is None else [])]
+        notes = _with_origins((root / "output").read_text(errors="replace"), root, working, folder).splitlines()[-10:]
+    if status != 0:
+        notes.append(f"stopped after {SECONDS} seconds" if status is None else f"the script ended with {status}")
     return ScriptRun(tuple(dict.fromkeys(map(tuple, filter(None, commands)))), tuple(notes))
 
 
-def _run(arguments: Sequence[str], variables: Mapping[str, str], work: Path, errors: Path) -> int | None:
+def _run(arguments: Sequence[str], variables: Mapping[str, str], work: Path, root: Path) -> int | None:
     """The exit status; None after SECONDS. No process is left."""
-    command, nothing = [sys.executable, "-IS", confined_bash.__file__, *arguments], subprocess.DEVNULL
-    with errors.open("wb") as file:
+    end, (ours, theirs) = time.monotonic() + SECONDS, socket.socketpair()  # closes with the last process
+    with (root / "output").open("ab") as file, theirs:
         process = subprocess.Popen(
-            command, env=variables, cwd=work, stdin=nothing, stdout=nothing, stderr=file, start_new_session=True
-        )
-    try:
-        return process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            [sys.executable, "-IS", confined_bash.__file__, str(root), "--", *arguments], cwd=work,
+            env={**variables, "MEGAJAX_FOLDERS": str(theirs.fileno())}, pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    with suppress(TimeoutError, subprocess.TimeoutExpired), ours, process:
+        try:
+            ours.settimeout(SECONDS)
+            while names := ours.recv(SMALL):  # the stub of mkdir asks
+                for folder in (Path(os.fsdecode(name)).resolve() for name in names.split(b"\0") if name):
+                    with suppress(OSError):
+                        folder.is_relative_to(root) and folder.mkdir(parents=True, exist_ok=True)
+                ours.settimeout(max(0.001, end - time.monotonic()))
+            return process.wait(max(0, end - time.monotonic()))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return None
 
 
 def _copy(source: Path, target: Path, levels: int) -> None:
@@ -110,11 +119,7 @@ def _copy(source: Path, target: Path, levels: int) -> None:
 
 def _with_origins(text: str, root: Path, working: Path, folder: Path) -> str:
     """A text in which the copies have their originals' paths."""
-    for copy, origin in {
-        root / "work": working,
-        root / "beside": folder,
-        root / "home": Path.home(),
-        STUBS: "bash",
-    }.items():
+    origins = {root / "work": working, root / "beside": folder, root / "home": Path.home(), STUBS: "bash"}
+    for copy, origin in {**origins, root: tempfile.gettempdir()}.items():
         text = text.replace(str(copy), str(origin))
     return text

@@ -29,7 +29,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(text: str, *arguments: str, **defined: str) -> run_script.ScriptRun:
     Path("script.sh").write_text(text)
-    return run_script.run_script(Path("script.sh"), arguments, defined)
+    return run_script.run_script(Path("script.sh"), text.encode(), arguments, defined)
 
 
 def texts(text: str, *arguments: str, **defined: str) -> list[str]:
@@ -56,7 +56,7 @@ def test_each_script_gives_its_words(row: list[str]) -> None:
     Path("saved").mkdir()
     (path,) = HERE.rglob(name)
     defined = {"CLUSTER": "c", "TOKENS": "corpus"} if name == "job.sh" else {}
-    actual = run_script.run_script(path, ARGUMENTS.get(name, []), defined)
+    actual = run_script.run_script(path, path.read_bytes(), ARGUMENTS.get(name, []), defined)
     training = find_training(actual.commands, name)
     assert (training.script, str(training.devices)) == (program, devices)
     assert list(training.words) == [word.replace("WORKING", str(Path.cwd())) for word in expected]
@@ -79,7 +79,7 @@ def test_each_script_gives_its_words(row: list[str]) -> None:
         ("f() { run \"$1\" > none/log; /x/y $2; }\nf 'g h' i", ["run 'g h'", "/x/y i"]),
         ("nohup run --a 'b > c' > none/log 2>&1 &\nwait", ["nohup run --a 'b > c'"]),
         ("exec run a\nrun b", ["run a"]),
-        ("set -eu\ncd none\nrun", []),
+        ("set -eu\ncd none\nrun", ["run"]),
         ("run $HOME/a ~/b $PWD/c", [f"run {Path.home()}/a {Path.home()}/b WORKING/c"]),
         ("F=$(cat <<EOF\n--a 1\nEOF\n)\nrun $F", ["run --a 1"]),
         ("run $(dirname a/b/c) $(basename a/b.sh .sh) $(realpath a)", ["run a/b b WORKING/a"]),
@@ -110,8 +110,7 @@ def test_files_beside_the_script_are_found(inside: bool, tmp_path: Path, monkeyp
         'cd "$(dirname "$0")"',
     ]
     lines += ["run $LAYERS $HIDDEN $HERE $PWD", "./job.sh y", "sbatch -N 2 job.sh z", "echo x > job.sh"]
-    (folder / "script.sh").write_text("\n".join(lines))
-    actual = run_script.run_script(folder / "script.sh")
+    actual = run_script.run_script(folder / "script.sh", "\n".join(lines).encode(), [], {})
     assert [shlex.join(words) for words in actual.commands] == [
         f"run 4 64 1 {folder.absolute()}",
         "/x/python x.py ./job.sh y none",
