@@ -148,9 +148,8 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
                 if sentence := removed(name):
                     raise UserError(f"--{name} {sentence}")
                 hint = did_you_mean(name, ("output", "define", "command", "force", "partial", "run-script"))
-                raise UserError(
-                    f"--{name} is not a flag of this tool{hint and f': {hint}'}\nGive Megatron-LM's flags after --"
-                )
+                hint = hint and f": {hint}"
+                raise UserError(f"--{name} is not a flag of this tool{hint}\nGive Megatron-LM's flags after --")
     return options, rest
 
 
@@ -168,9 +167,8 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
     elif not words:
         raise UserError(f"nothing to convert.\n{USAGE}")
     elif len(words) > 1:
-        raise UserError(
-            f"expected one file, got {shlex.join(words)}. A script is given by --run-script SCRIPT ARGUMENTS"
-        )
+        got = shlex.join(words)
+        raise UserError(f"expected one file, got {got}. A script is given by --run-script SCRIPT ARGUMENTS")
     else:
         path = Path("/dev/stdin") if words == ["-"] else first_word(words, "a file of commands or flags, or --", USAGE)
         source = "standard input" if words == ["-"] else str(path)
@@ -212,10 +210,9 @@ def find_training(commands: Sequence[Sequence[str]], source: str, number: int | 
     Raises:
         UserError: no such command, or several without a number.
     """
-    for first, *_ in commands:
-        if first.startswith("--"):
-            message = "belongs to no command: the line before it has a comment, or does not end in \\"
-            raise UserError(f"{source}: {first} {message}")
+    if first := next((first for first, *_ in commands if first.startswith("--")), ""):
+        message = "belongs to no command: the line before it has a comment, or does not end in \\"
+        raise UserError(f"{source}: {first} {message}")
     runs = list(dict.fromkeys(training for command in commands if (training := as_training(command)) is not None))
     runs = [run for run in runs if any(word.startswith("--") for word in run.words)] or runs
     runs = [run for run in runs if run.script.rpartition("/")[2].startswith("pretrain")] or runs
@@ -227,11 +224,10 @@ def find_training(commands: Sequence[Sequence[str]], source: str, number: int | 
         common = set(runs[0].words).intersection(*(run.words for run in runs[1:]))
         scripts = "".join(
             f"\n  {count}: {shlex.join([run.script, *(word for word in run.words if word not in common)])}"
+            + (f" on {run.devices} devices" if len({run.devices for run in runs}) > 1 else "")
             for count, run in enumerate(runs, 1)
         )
-        raise UserError(
-            f"{source}: choose one of the commands that train with --command=NUMBER. Where they differ:{scripts}"
-        )
+        raise UserError(f"{source}: several train: choose one by --command=NUMBER. Where they differ:{scripts}")
     return runs[0]
 
 
@@ -272,15 +268,11 @@ def _file_words(path: Path) -> Iterator[str]:
         yield f"--{plain}"
         if value is not True:
             for item in value if isinstance(value, list) else [value]:
-                text = _written(item)
+                if isinstance(item, Mapping):
+                    raise UserError(f"expected one value or a list, got {item}")
+                text = str(item)
                 # A string may hold several values, as on a command line.
                 yield from shlex.split(text) if row is not None and row.kind is list else [text]
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, Mapping):
-        raise UserError(f"expected one value or a list, got {value}")
-    return str(value)
 
 
 def _report(converted: Converted) -> Iterator[str]:

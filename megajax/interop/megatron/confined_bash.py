@@ -2,8 +2,7 @@
 
 A filter of system calls (seccomp) stays with the process and all its children. It refuses to start programs, to send
 signals, to open sockets and to leave the process group. Where the kernel has Landlock, files are written in FOLDER
-alone; elsewhere bash does not overwrite files (noclobber). This file runs by its path and needs the standard library
-only.
+alone; elsewhere bash does not overwrite files (noclobber). This file needs the standard library only.
 """
 
 import ctypes

@@ -17,6 +17,7 @@ PIECE = re.compile(
 )
 EXPANSION = re.compile(r"(?<!\\)(?:\\\\)*(\$(?:\w+|[({@*#?!$-])|`)")
 """In double quotes."""
+FOR_A_SHELL = "is for a shell. Give the expanded command, or have bash expand it: --run-script SCRIPT [ARGUMENTS]"
 KEYWORDS = frozenset({
     "if", "then", "elif", "else", "fi", "for", "while", "until", "do", "done", "case", "esac", "select", "function",
     "{", "(", "[", "[[", "((",
@@ -29,11 +30,11 @@ def read_commands(text: str, path: str) -> list[tuple[str, ...]]:
     for piece in PIECE.finditer(text + "\n"):
         inner = EXPANSION.search(piece["quoted"] or "")
         if piece["expansion"] or inner:
-            raise _needs_shell(path, text, piece.start(), inner[1] if inner else piece[0])
+            raise _fault(path, text, piece.start(), f"{inner[1] if inner else piece[0]} {FOR_A_SHELL}")
         if piece["cut"]:
-            raise UserError(f"{path}, line {_line(text, piece.start())}: blanks after \\ end the command: delete them")
-        if piece["escaped"] is not None:
-            current += shlex.quote(piece["escaped"].encode().decode("unicode_escape").encode("latin-1").decode())
+            raise _fault(path, text, piece.start(), "blanks after \\ end the command: delete them")
+        if (escaped := piece["escaped"]) is not None:
+            current += shlex.quote(escaped.encode().decode("unicode_escape").encode("latin-1").decode())
         elif not piece["end"]:
             current += " " * bool(piece["redirection"]) or piece[0] * (not piece["joined"] and not piece["comment"])
         if not piece["end"]:
@@ -41,22 +42,15 @@ def read_commands(text: str, path: str) -> list[tuple[str, ...]]:
         try:
             words = shlex.split(current)
         except ValueError as error:
-            raise UserError(f"{path}, line {_line(text, piece.start())}: {error}") from error
+            raise _fault(path, text, piece.start(), str(error)) from error
         current = ""
         if words and set(words[0]) == {"+"}:
             words = words[1:]  # bash -x puts it before each command
         elif words and words[0] in KEYWORDS:
-            raise _needs_shell(path, text, piece.start(), words[0])
+            raise _fault(path, text, piece.start(), f"{words[0]} {FOR_A_SHELL}")
         commands += [tuple(words)] if words else []
     return commands
 
 
-def _needs_shell(path: str, text: str, place: int, piece: str) -> UserError:
-    return UserError(
-        f"{path}, line {_line(text, place)}: {piece} is for a shell. Give the expanded command, or the script with "
-        "--run-script SCRIPT [ARGUMENTS], and bash expands it"
-    )
-
-
-def _line(text: str, place: int) -> int:
-    return text.count("\n", 0, place) + 1
+def _fault(path: str, text: str, place: int, message: str) -> UserError:
+    return UserError(f"{path}, line {text.count('\n', 0, place) + 1}: {message}")

@@ -16,8 +16,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Budget, Limits
@@ -30,8 +30,7 @@ LEVELS, ENTRIES, SMALL = 3, 5000, 2**16
 """Levels of folders and number of entries that are copied; largest file in bytes. Larger files are empty copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptRun:
+class ScriptRun(NamedTuple):
     """What a script did."""
 
     commands: tuple[tuple[str, ...], ...]
@@ -41,10 +40,7 @@ class ScriptRun:
 
 
 def run_script(script: Path, text: bytes, arguments: Sequence[str], defined: Mapping[str, str]) -> ScriptRun:
-    """Run a script that the user trusts. text: its content; defined: its environment variables.
-
-    Raises UserError: there is no bash, or the kernel can't refuse programs.
-    """
+    """Run a script that the user trusts. text: its content; defined: its variables. Raises UserError without means."""
     if shutil.which("bash", path=os.defpath) is None:
         raise UserError("--run-script needs bash: install it, or give the expanded command in a file")
     working, folder = Path.cwd(), script.absolute().parent

@@ -143,6 +143,10 @@ def test_expanded_commands_are_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)choose one .*\n  1: a.py 1\n  2: a.py 2$"):
         find_training(read_commands("python a.py --b 1 --c\npython a.py --b 2 --c", ""), "file")
     assert find_training(read_commands("python a.py --b 1; python a.py --b 2", ""), "", 2).words == ("--b", "2")
+    trace = "+ [[ abc =~ ^(x|y)$ ]]\r\n" + "".join(
+        f"+ torchrun --rank {rank} a.py $'b\\n\\'' \\\r\n c\r\n" for rank in (0, 1)
+    )
+    assert find_training(read_commands(trace, ""), "").words == ("b\n'", "c")
     with pytest.raises(UserError, match=r"--c belongs to no command: the line before it has a comment"):
         find_training(read_commands("python pretrain_gpt.py --a \\\n # --b \\\n --c", ""), "")
 
@@ -151,12 +155,13 @@ def test_expanded_commands_are_read(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("\npython a.py $A", r"f, line 2: \$A is for a shell\. Give the expanded command, or .* --run-script SCRIPT"),
-        ('A=1\n\npython a.py "--b ${A}"', r"f, line 3: \$ is for a shell"),
+        ('A=1\n\npython a.py "--b ${A}"', r"f, line 3: \$\{ is for a shell"),
         ("python a.py `date`", "line 1: ` is for a shell"),
         ("if true; then python a.py; fi", "line 1: if is for a shell"),
         ("for i in 1 2; do python a.py --i; done", "line 1: for is for a shell"),
         ("bash <<EOF\npython a.py\nEOF", "line 1: << is for a shell"),
         ("python a.py 'b", "line 1: No closing quotation"),
+        ("python a.py \\ \n --b", r"line 1: blanks after \\ end the command"),
     ],
 )
 def test_a_text_that_needs_a_shell_is_refused(text: str, message: str) -> None:

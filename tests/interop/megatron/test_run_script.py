@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -90,9 +91,35 @@ def test_each_script_gives_its_words(row: list[str]) -> None:
         ("sbatch -c 4 --wrap='run a'; sbatch --wrap 'run b'", ["run a", "run b"]),
         ("sbatch -N 2 <<'EOF'\n#!/bin/bash\nA=4\nbash <<< \"run $A\"\nEOF", ["run 4"]),
         ("torchrun pretrain_gpt.py --a job.sh bash", ["torchrun pretrain_gpt.py --a job.sh bash"]),
+        ('for i in 1 2 3; do srun bash -c "run $i" & done; disown -a', ["run 1", "run 2", "run 3"]),
+        (
+            "export PATH=/usr/bin:/bin\nenv x.py > none/log; command env y.py; env z.py",
+            ["env x.py", "env y.py", "env z.py"],
+        ),
+        (
+            "${P:-/x/p} a\n"
+            "\"${P-/x y}\"/p b\n/x\\ y/p c\n'/x/q' d\nf() { \"$@\"; }; f /x/r e\nA=$(date) /x/s f\n/x/t 'g\n'",
+            ["/x/p a", "'/x y/p' b", "'/x y/p' c", "/x/q d", "/x/r e", "date", "/x/s f", "/x/t 'g\n'"],
+        ),
+        (
+            "set -e; mkdir -p a/b c; echo $1 > a/b/x; (run $(<a/b/x)) > c/log; mkdir ../../../x; exec > a/y; run b",
+            ["mkdir -p a/b c", "run", "mkdir ../../../x", "run b"],
+        ),
+        (
+            "set -e; echo a > /none/x; exec > /none/log 2>&1; f() { run a; }; f > /none/x; run b < none",
+            ["run a", "run b"],
+        ),
+        ("set -e; cd /none/x; run $PWD $(pwd); docker bash -c 'cd /w && /x/run'", ["run /none/x /none/x", "/x/run"]),
+        ("set -e; source none a; . ~/none 2> /none/log; pushd /none > /dev/null; popd; run", ["run"]),
+        ("[[ -z ${SLURM_JOB_ID-} ]] && { sbatch $0; exit; }\nrun $SLURM_JOB_ID", ["run 1"]),
+        ("command -v none > /dev/null && type none && hash none || exit; run", ["run"]),
+        ("set -ex; for ((i = 0; i < 500; i++)); do x=$i; done; (exec -a x run)", ["run"]),
+        ("run $TMPDIR/a $USER $LOGNAME", [f"run {tempfile.gettempdir()}/a you you"]),
     ],
 )
-def test_commands_of_a_script(text: str, expected: list[str]) -> None:
+def test_commands_of_a_script(text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "you")
+    monkeypatch.setenv("LOGNAME", "you")
     assert sorted(texts(text)) == sorted(command.replace("WORKING", str(Path.cwd())) for command in expected)
 
 
@@ -152,11 +179,18 @@ def test_the_tool_says_that_builtins_run(capsys: pytest.CaptureFixture[str]) -> 
         main(["--run-script", "script.sh", "--swiglu", "--bf16"])
     stderr = capsys.readouterr().err
     assert stderr.startswith("running script.sh by bash. Its builtins run: ") and "  hello" in stderr
-    Path("script.sh").write_text("echo none\n")
-    with pytest.raises(UserError, match=r"script\.sh: no command runs a Python file"):
-        main(["--run-script=script.sh"])
-    with pytest.raises(UserError, match=r"nowhere\.sh cannot be read"):
-        main(["--run-script", "nowhere.sh"])
+    for text, name, message in (
+        ("echo none; exit 3", "script.sh", r"script\.sh: no command runs a Python file"),
+        ("", "nowhere.sh", r"^nowhere\.sh cannot be read: No such file or directory$"),
+        ("", ".", r"^\. cannot be read: Is a directory$"),
+        ("run\r\n", "script.sh", "line ends of Windows"),
+    ):
+        Path("script.sh").write_text(text)
+        with pytest.raises(UserError, match=message):
+            main([f"--run-script={name}"])
+        assert ("  none\n  the script ended with 3\n" in capsys.readouterr().err) == bool("none" in text)
+    with pytest.raises(UserError, match="--define==x: expected NAME=VALUE"):
+        main(["--define==x", "--run-script", "script.sh"])
 
 
 def test_without_bash_or_seccomp_there_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,80 +204,30 @@ def test_without_bash_or_seccomp_there_is_one_message(monkeypatch: pytest.Monkey
 
 
 ATTACKS = [
-    "/bin/rm VICTIM",
-    "./program",
-    "PROGRAM",
-    "X=PROGRAM; $X a",
-    'X=PROGRAM; "${X}" a',
-    "X=(PROGRAM a); ${X[@]}",
-    "exec PROGRAM",
-    "exec -c PROGRAM",
-    "builtin exec PROGRAM",
-    "builtin exec -a x PROGRAM",
-    "command PROGRAM",
-    "command -p rm VICTIM",
-    "command -p env rm VICTIM",
-    "env rm VICTIM",
-    "/usr/bin/env rm VICTIM",
-    "nohup PROGRAM",
-    "time PROGRAM",
-    "eval PROGRAM",
-    "eval 'eval \"exec PROGRAM\"'",
-    "PROGRAM &\nwait",
-    "(PROGRAM)",
-    "{ PROGRAM; }",
-    "echo $(PROGRAM)",
-    "echo `PROGRAM`",
-    "true | PROGRAM | true",
-    "read x < <(PROGRAM)",
-    "echo x > >(PROGRAM)",
-    "coproc PROGRAM; wait",
-    "f() { PROGRAM; }; f",
-    "trap - DEBUG; PROGRAM",
-    "builtin trap - DEBUG; set +T; PROGRAM",
-    "set +T; f() { PROGRAM; }; f",
-    "set +o functrace; (PROGRAM)",
-    "shopt -u extdebug; PROGRAM",
-    "unset -f command_not_found_handle exec megajax_record megajax_before; exec PROGRAM",
+    "/bin/rm VICTIM", "./program", "PROGRAM", "X=PROGRAM; $X a", 'X=PROGRAM; "${X}" a', "X=(PROGRAM a); ${X[@]}",
+    "exec PROGRAM", "exec -c PROGRAM", "builtin exec PROGRAM", "builtin exec -a x PROGRAM", "command PROGRAM",
+    "command -p rm VICTIM", "command -p env rm VICTIM", "env rm VICTIM", "/usr/bin/env rm VICTIM", "nohup PROGRAM",
+    "time PROGRAM", "eval PROGRAM", "eval 'eval \"exec PROGRAM\"'", "PROGRAM &\nwait", "(PROGRAM)", "{ PROGRAM; }",
+    "echo $(PROGRAM)", "echo `PROGRAM`", "true | PROGRAM | true", "read x < <(PROGRAM)", "echo x > >(PROGRAM)",
+    "coproc PROGRAM; wait", "f() { PROGRAM; }; f", "trap - DEBUG; PROGRAM", "builtin trap - DEBUG; set +T; PROGRAM",
+    "set +T; f() { PROGRAM; }; f", "set +o functrace; (PROGRAM)", "shopt -u extdebug; PROGRAM",
+    "unset -f command_not_found_handle exec megajax_record megajax_skips; exec PROGRAM",
     'exec() { builtin exec "$@"; }; exec PROGRAM',
-    "megajax_before() { return 0; }; megajax_record() { PROGRAM; }; rm; PROGRAM",
-    "command_not_found_handle() { exec PROGRAM; }; nothing",
-    "PATH=/bin:/usr/bin rm VICTIM",
-    "PATH=/bin:/usr/bin; rm VICTIM",
-    "export PATH=/bin:/usr/bin; exec rm VICTIM",
-    "hash -p /bin/rm x; x VICTIM",
-    "BASH_CMDS[x]=/bin/rm; x VICTIM",
-    "enable -f ./program.so x; x; PROGRAM",
-    "builtin enable -f ./program.so x; PROGRAM",
-    "enable exec; exec PROGRAM",
-    "set -o posix; exec PROGRAM",
-    "POSIXLY_CORRECT=1; exec PROGRAM",
-    "BASH_ENV=PROGRAM bash -c true; export BASH_ENV=PROGRAM; /bin/bash -c true",
-    "/bin/bash -c PROGRAM",
-    "bash <<< PROGRAM",
-    "sbatch <<EOF\n/bin/rm VICTIM\nEOF",
-    "/lib64/ld-linux-x86-64.so.2 /bin/rm VICTIM",
-    "trap PROGRAM EXIT",
-    "trap 'exec PROGRAM' EXIT ERR; false",
-    "PROMPT_COMMAND=PROGRAM; set -o history; set -m; PROGRAM & wait",
-    "set -m; (exec PROGRAM) & disown; wait",
-    "cd ORIGIN; ./program",
-    "cd ORIGIN; PATH=.; program",
-    "alias x=PROGRAM; shopt -s expand_aliases\nx",
-    "mapfile -C PROGRAM -c 1 lines < /etc/passwd",
-    "complete -C PROGRAM x; compgen -C PROGRAM",
-    "fc -e PROGRAM",
-    "kill -9 PROCESS",
-    "builtin kill -TERM PROCESS; kill -9 -PROCESS",
-    "echo x > VICTIM",
-    ": > VICTIM",
-    "exec > VICTIM; echo x",
-    "builtin exec 3> VICTIM; echo x >&3",
-    "cd ORIGIN; echo x > victim",
-    "{ echo x; } > VICTIM",
-    "for i in 1; do echo x; done > VICTIM",
-    "torchrun pretrain_gpt.py > VICTIM",
-]
+    "megajax_skips() { return 1; }; megajax_record() { PROGRAM; }; rm; PROGRAM",
+    "command_not_found_handle() { exec PROGRAM; }; nothing", "PATH=/bin:/usr/bin rm VICTIM",
+    "PATH=/bin:/usr/bin; rm VICTIM", "export PATH=/bin:/usr/bin; exec rm VICTIM", "hash -p /bin/rm x; x VICTIM",
+    "BASH_CMDS[x]=/bin/rm; x VICTIM", "enable -f ./program.so x; x; PROGRAM",
+    "builtin enable -f ./program.so x; PROGRAM", "enable exec; exec PROGRAM", "set -o posix; exec PROGRAM",
+    "POSIXLY_CORRECT=1; exec PROGRAM", "BASH_ENV=PROGRAM bash -c true; export BASH_ENV=PROGRAM; /bin/bash -c true",
+    "/bin/bash -c PROGRAM", "bash <<< PROGRAM", "sbatch <<EOF\n/bin/rm VICTIM\nEOF",
+    "/lib64/ld-linux-x86-64.so.2 /bin/rm VICTIM", "trap PROGRAM EXIT", "trap 'exec PROGRAM' EXIT ERR; false",
+    "PROMPT_COMMAND=PROGRAM; set -o history; set -m; PROGRAM & wait", "set -m; (exec PROGRAM) & disown; wait",
+    "cd ORIGIN; ./program", "cd ORIGIN; PATH=.; program", "alias x=PROGRAM; shopt -s expand_aliases\nx",
+    "mapfile -C PROGRAM -c 1 lines < /etc/passwd", "complete -C PROGRAM x; compgen -C PROGRAM", "fc -e PROGRAM",
+    "kill -9 PROCESS", "builtin kill -TERM PROCESS; kill -9 -PROCESS", "echo x > VICTIM", ": > VICTIM",
+    "exec > VICTIM; echo x", "builtin exec 3> VICTIM; echo x >&3", "cd ORIGIN; echo x > victim",
+    "{ echo x; } > VICTIM", "for i in 1; do echo x; done > VICTIM", "torchrun pretrain_gpt.py > VICTIM",
+]  # fmt: skip
 WITH_LANDLOCK = [
     "echo x >| VICTIM",
     "echo x >> VICTIM",
