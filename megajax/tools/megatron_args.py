@@ -167,8 +167,8 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
     elif not words:
         raise UserError(f"nothing to convert.\n{USAGE}")
     elif len(words) > 1:
-        got = shlex.join(words)
-        raise UserError(f"expected one file, got {got}. A script is given by --run-script SCRIPT ARGUMENTS")
+        files = shlex.join(words)
+        raise UserError(f"expected one file, got {files}. A script is given by --run-script SCRIPT ARGUMENTS")
     else:
         path = Path("/dev/stdin") if words == ["-"] else first_word(words, "a file of commands or flags, or --", USAGE)
         source = "standard input" if words == ["-"] else str(path)

@@ -73,21 +73,21 @@ def run_script(script: Path, text: bytes, arguments: Sequence[str], defined: Map
 
 def _run(arguments: Sequence[str], variables: Mapping[str, str], work: Path, root: Path) -> int | None:
     """The exit status; None after SECONDS. No process is left."""
-    end, (ours, theirs) = time.monotonic() + SECONDS, socket.socketpair()  # closes with the last process
-    with (root / "output").open("ab") as file, theirs:
+    end, (requests, inherited) = time.monotonic() + SECONDS, socket.socketpair()  # closes with the last process
+    with (root / "output").open("ab") as file, inherited:
         process = subprocess.Popen(
             [sys.executable, "-IS", confined_bash.__file__, str(root), "--", *arguments], cwd=work,
-            env={**variables, "MEGAJAX_FOLDERS": str(theirs.fileno())}, pass_fds=[theirs.fileno()],
+            env={**variables, "MEGAJAX_FOLDERS": str(inherited.fileno())}, pass_fds=[inherited.fileno()],
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
-    with suppress(TimeoutError, subprocess.TimeoutExpired), ours, process:
+    with suppress(TimeoutError, subprocess.TimeoutExpired), requests, process:
         try:
-            ours.settimeout(SECONDS)
-            while names := ours.recv(SMALL):  # the stub of mkdir asks
+            requests.settimeout(SECONDS)
+            while names := requests.recv(SMALL):  # the stub of mkdir asks
                 for folder in (Path(os.fsdecode(name)).resolve() for name in names.split(b"\0") if name):
                     with suppress(OSError):
                         folder.is_relative_to(root) and folder.mkdir(parents=True, exist_ok=True)
-                ours.settimeout(max(0.001, end - time.monotonic()))
+                requests.settimeout(max(0.001, end - time.monotonic()))
             return process.wait(max(0, end - time.monotonic()))
         finally:
             with suppress(ProcessLookupError):

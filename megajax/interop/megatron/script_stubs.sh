@@ -1,5 +1,4 @@
 # Bash reads this file before a launch script. Programs become records of their words; see run_script.py.
-
 ((BASH_VERSINFO[0] >= 5)) || { echo "bash 5 or later is needed" >&2; exit 2; }
 unset BASH_ENV && enable -n enable # loads code
 exec {BASH_XTRACEFD}>/dev/null {MEGAJAX_FOLDERS}>&"$MEGAJAX_FOLDERS"- # no trace of this file; a number above 9
@@ -65,8 +64,7 @@ megajax_record() {
 
 # A text, as a shell of its own would run it: with the exported variables only. More arguments: its $0, $1, ...
 megajax_interpret() (
-    trap - DEBUG
-    set +eux +o pipefail && unset IFS
+    trap - DEBUG && set +eux +o pipefail && unset IFS
     for megajax_variable in $(compgen -v); do
         case $megajax_variable in BASH* | EPOCH* | RANDOM | SECONDS | LINENO | megajax_*) continue ;; esac
         [[ ${!megajax_variable@a} == *x* ]] || unset "$megajax_variable"
@@ -80,13 +78,16 @@ megajax_interpret() (
 # handler: make a function of its name. If its output goes to a file, whose folder may be missing, or the name can't be
 # a function's, record it here; a shell only if need be, as bash has no nested DEBUG traps.
 megajax_skips() {
-    [[ ${FUNCNAME[1]-} != megajax_record ]] || return
+    [[ ${FUNCNAME[1]-} != megajax_record && $BASH_COMMAND != [[\(]* ]] || return
     local megajax_words=$BASH_COMMAND megajax_first megajax_kind megajax_all megajax_to megajax_lost=
-    while [[ $megajax_words =~ $megajax_assignment ]]; do megajax_words=${BASH_REMATCH[2]}; done
+    while [[ $megajax_words == *=* && $megajax_words =~ $megajax_assigned ]]; do megajax_words=${BASH_REMATCH[2]}; done
     [[ ! $megajax_words =~ ^[A-Za-z_][A-Za-z0-9_]*\+?= && $megajax_words =~ $megajax_name ]] || return
     eval "megajax_first=(${BASH_REMATCH[1]})"
+    # Most commands are builtins without files: a subshell for each would be slow.
+    [[ $PATH != /dev/null || ${megajax_first-} == source || ${megajax_first-} == *[!A-Za-z0-9_-]* ||
+        ${megajax_words//[<>]&[0-9]/} == *[\<\>]* ]] || return
     megajax_kind=$(builtin type -t -- "${megajax_first-}") megajax_all=$megajax_words
-    while [[ $megajax_words != *$'\n'* && $megajax_words =~ $megajax_file ]]; do
+    while [[ $megajax_words == *[\<\>]* && $megajax_words != *$'\n'* && $megajax_words =~ $megajax_file ]]; do
         megajax_words=${BASH_REMATCH[1]}
         [[ ${BASH_REMATCH[2]} != "<" && ${BASH_REMATCH[3]} != [0-9-] ]] || continue
         megajax_to=$(eval "printf %s ${BASH_REMATCH[3]}")
@@ -111,7 +112,7 @@ megajax_skips() {
 megajax_plain='[^][:space:]"'\''`()<>|&;\[]|\\.|'\''[^'\'']*'\''|"[^"`(]*"|\$\{[^}`(]*\}'
 megajax_value='('$megajax_plain'|"[^"`]*"|\$\([^()`]*\))*'
 megajax_name='^(('$megajax_plain')+)([[:space:]]|$)'
-megajax_assignment='^[A-Za-z_][A-Za-z0-9_]*\+?='$megajax_value'[[:space:]]+(.*)$'
+megajax_assigned='^[A-Za-z_][A-Za-z0-9_]*\+?='$megajax_value'[[:space:]]+(.*)$'
 megajax_file='^(.*[^[:space:]])[[:space:]]+[0-9]*(<|>|>>|>\||&>|&>>|<>|>&)[[:space:]]?('$megajax_value')$'
 megajax_shell='(^|[[:space:]/])(bash|sh|sbatch)([[:space:]]|$)|\.sh([[:space:]]|$)'
 set -T
