@@ -283,7 +283,7 @@ class Differentiated(NamedTuple):
     padding: float
     """The largest absolute gradient that belongs to no layer."""
     means: dict[str, float]
-    """Of all that is reported, and of what is `minimised`."""
+    """Mean of each reported metric, and of the minimised loss under `minimised`."""
 
 
 @cache
