@@ -10,13 +10,21 @@ from megajax.batch import Loss
 from megajax.mesh.mesh import manual_axes
 
 
+def divisor(weight: Any, xp: Any = jnp) -> Any:
+    """Sums of weights by which sums are divided: `weight` of any shape, and 1 where it is 0, like the sum over it.
+
+    A least divisor above 0 would make a quotient depend on a common factor of the weights.
+    """
+    return xp.where(weight > 0, weight, 1)
+
+
 def quotient(total: Any, weight: Any, xp: Any = jnp) -> Any:
     """Sum and weight of a metric, [] or [K] -> the quotient, or the mean of quotients with a weight; nan for none.
 
     xp: the library of the arrays, jax.numpy or numpy.
     """
     has_weight = weight > 0
-    sums = xp.where(has_weight, total / xp.where(has_weight, weight, 1), 0).sum()
+    sums = xp.where(has_weight, total / divisor(weight, xp), 0).sum()
     return xp.where(has_weight.any(), sums / xp.maximum(has_weight.sum(), 1), xp.nan)
 
 
@@ -52,7 +60,7 @@ class LossReduction:
         """(factor on the weight of each loss, weight of all of them); count: their sum on this device, float32 []."""
         if self.average == "tokens":
             return jnp.ones(()), count
-        return 1 / jnp.maximum(_over_context(count), 1), jnp.full((), 1 / manual_axes().get("context", 1))
+        return 1 / divisor(_over_context(count)), jnp.full((), 1 / manual_axes().get("context", 1))
 
 
 def _over_context(x: Array) -> Array:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.xla_options import Value
-from megajax.models.reduction import quotient
+from megajax.models.reduction import divisor, quotient
 from megajax.optim.moments import to_device, to_host
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
@@ -155,8 +155,8 @@ def make_eval_step(
 
 def mean_gradients(out: Grads, loss_scale: Array) -> dict[str, Array]:
     """Gradients summed over tokens and multiplied by the loss scale -> mean gradients."""
-    divisor = jnp.maximum(out.weight_sum, 1e-8) * loss_scale
-    return {path: g / divisor for path, g in out.grads.items()}
+    whole = divisor(out.weight_sum) * loss_scale
+    return {path: g / whole for path, g in out.grads.items()}
 
 
 def place(tree: Params, shardings: Mapping[str, jax.sharding.Sharding]) -> Params:

@@ -22,7 +22,7 @@ from megajax.layers.param import LayerSettings, Matrix, matrix
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.reduction import LossReduction
+from megajax.models.reduction import LossReduction, divisor
 
 TOKENS = ("batch", "seq")
 
@@ -106,7 +106,7 @@ def reweighted(mask: Array, reference: Array, over: tuple[int, ...]) -> Array:
     inside, target = (jnp.sum(array, axis=over, keepdims=True) for array in (mask, reference))
     if manual_axes().get("context", 1) > 1:
         inside, target = lax.psum((inside, target), "context")
-    return mask * (target / jnp.maximum(inside, 1))
+    return mask * (target / divisor(inside))
 
 
 def shifted(layout: Layout, x: Array, segments: Array | None) -> Array:
