@@ -145,7 +145,9 @@ class PaddedRows:
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         if row < len(self._source):
             return self._source[row]
-        return {**self._source[0], "loss_mask": np.zeros_like(self._source[0]["loss_mask"])}
+        first = self._source[0]
+        padding = {"padding": np.ones_like(first["padding"])} if "padding" in first else {}
+        return {**first, "loss_mask": np.zeros_like(first["loss_mask"]), **padding}
 
 
 def _batch_rows(run: Run) -> int:

@@ -36,6 +36,8 @@ class Context(NamedTuple):
     the routers take. 0: the router chooses; None: routers choose for all tokens."""
     layer: Array | int | None = None
     """Number of the layer in its stack, int32 []; None outside stacks."""
+    padding: Array | None = None
+    """bool [B, S]: positions without text, which are routed to no expert; None: there are none."""
     rows: Any = None
     """In a decoding step, the rows of the tokens: a `megajax.layers.decoding.StepRows`."""
 

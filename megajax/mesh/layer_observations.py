@@ -8,7 +8,7 @@ observation, which an updater replaces after every step.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,31 @@ class Updater(Protocol):
 
     def measures(self) -> tuple[Measure, ...]:
         """The measures that a run reports after each step; () for none."""
+        ...
+
+
+@runtime_checkable
+class OverPositions(Protocol):
+    """An updater of layers that add gradients of losses over positions, see `over_positions`."""
+
+    def over_positions(self) -> bool:
+        """Whether layers add gradients of sums over positions, which they multiply by the value that they read.
+
+        A step multiplies that value by the weight of a position: see
+        `megajax.training.gradients.position_weights`.
+        """
+        ...
+
+
+@runtime_checkable
+class Following(Protocol):
+    """An updater whose state changes what layers compute, like a weight: it only moves beside a trained weight."""
+
+    follows: str
+    """Name of that weight in the layer."""
+
+    def at_rest(self) -> "Updater":
+        """The updater of a layer whose weight is not trained."""
         ...
 
 

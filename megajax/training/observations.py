@@ -1,6 +1,7 @@
 """The arrays of observations in the training state, see megajax.mesh.layer_observations."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,22 @@ from jax import Array
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.layer_metrics import Layer, Measure, Measured
+from megajax.mesh.layer_observations import Following
+
+
+def following(declared: Mapping[str, ParamSpec], trained: Iterable[str]) -> dict[str, ParamSpec]:
+    """The observations, of which those that change what layers compute do not move where their weight is not trained.
+
+    trained: paths of the trained weights.
+    """
+    paths = frozenset(trained)
+
+    def of(path: str, spec: ParamSpec) -> ParamSpec:
+        updater, layer = spec.observed(), path.rsplit(".", 2)[0]
+        moves = not isinstance(updater, Following) or f"{layer}.{updater.follows}" in paths
+        return spec if moves else replace(spec, updater=updater.at_rest())
+
+    return {path: of(path, spec) for path, spec in declared.items()}
 
 
 def initial_arrays(declared: Mapping[str, ParamSpec]) -> dict[str, Array]:

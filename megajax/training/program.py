@@ -54,6 +54,7 @@ from megajax.training.gradients.staged import Head, staged, training_loss
 from megajax.training.guarded.nonfinite import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.guarded.step import guarded
 from megajax.training.guarded.stop_flags import exchanging
+from megajax.training.observations import following
 from megajax.training.run_config import RunConfig
 from megajax.training.scheduled_step import ScheduledStep, costs_of, rows_over_mean, scheduling_gpu
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
@@ -176,7 +177,7 @@ class Program:
             layout,
             abstract,
             declared,
-            observed,
+            following(observed, trained),
             optimizer,
             cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size, samples=sizes.samples),
             state_shardings(declared, optimizer, plan, mesh, observed),

@@ -29,7 +29,7 @@ SHORTEST = 64
 """Length of the shortest compiled row; others double it, up to the length of training."""
 MOST_TOKENS = 16384
 """Limit of the tokens of a batch on a device, unless a single row has more."""
-READ = ("tokens", "labels", "positions", "loss_mask", "segment_ids", "experts")
+READ = ("tokens", "labels", "positions", "loss_mask", "segment_ids", "padding", "experts")
 """Leaves of rows that the Scorer can fill."""
 
 
@@ -196,6 +196,7 @@ class Scorer:
         names, schema = [name for name in READ if name in rows[0]], self.program.schema
         inner = {name: schema[name].shape[1:] for name in names if name in schema}
         batch = {name: np.zeros((total, length, *shape), schema[name].dtype) for name, shape in inner.items()}
+        batch |= {"padding": np.ones((total, length), bool)} if "padding" in batch else {}
         for name, leaf in batch.items():
             for number, leaves in enumerate(rows):
                 leaf[number, : len(leaves[name])] = leaves[name]
@@ -277,6 +278,7 @@ def row(window: Window) -> dict[str, np.ndarray]:
     return {"tokens": window.tokens[:-1], "labels": window.tokens[1:], "positions": np.arange(length)} | {
         "loss_mask": np.ones(length),
         "segment_ids": np.zeros(length),
+        "padding": np.zeros(length, bool),
     }
 
 

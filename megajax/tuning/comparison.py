@@ -19,7 +19,7 @@ from megajax.training.scoring import Scorer
 from megajax.tuning.config import RolloutsConfig
 from megajax.tuning.rows import Block
 
-SCORED = ("tokens", "labels", "positions", "loss_mask", "segment_ids")
+SCORED = ("tokens", "labels", "positions", "loss_mask", "segment_ids", "padding")
 FILE = "reference_weights.npz"
 
 

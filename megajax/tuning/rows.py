@@ -53,6 +53,7 @@ def rows_of(answers: Sequence[Answer], *, slot: int, length: int, experts: tuple
     block["positions"] = np.broadcast_to(places % slot, shape).astype(np.int32)
     block["segment_ids"] = np.broadcast_to(places // slot, shape).astype(np.int32)
     block |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "advantage", "old_log_p", "reference")}
+    block["padding"] = np.ones(shape, bool)
     if experts is not None:
         block["experts"] = np.zeros((*shape, *experts), np.int16)
     for number, answer in enumerate(answers):
@@ -61,6 +62,7 @@ def rows_of(answers: Sequence[Answer], *, slot: int, length: int, experts: tuple
         first, scored = place * slot, place * slot + len(answer.prompt) - 1
         block["tokens"][row, first : first + len(text) - 1] = text[:-1]
         block["labels"][row, first : first + len(text) - 1] = text[1:]
+        block["padding"][row, first : first + len(text) - 1] = False
         if experts is not None and answer.experts is not None:
             block["experts"][row, first : first + len(text) - 1] = answer.experts
         if answer.counts:

@@ -122,6 +122,8 @@ def test_conversations_are_padded_to_a_multiple(tmp_path: Path) -> None:
     row = splits(write(tmp_path / "c", [chat("a", "b"), chat("c", "d")]), 64, pad_multiple=16).train[0]
     assert np.flatnonzero(np.diff(row["segment_ids"])).tolist() == [31]
     assert row["positions"].tolist() == [*range(32), *range(32)]
+    size = len("user: a\nassistant: b\n|")
+    assert row["padding"].tolist() == [place % 32 >= size for place in range(64)]
 
 
 def test_the_model_isolates_the_conversations_of_a_row(tmp_path: Path) -> None:

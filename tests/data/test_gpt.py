@@ -40,8 +40,9 @@ def test_a_plain_row(tmp_path: Path) -> None:
         "loss_mask": [1, 1, 1, 1],
         "positions": [0, 1, 2, 3],
         "segment_ids": [0, 0, 0, 0],
+        "padding": [False] * 4,
     }
-    assert [values.dtype.name for values in row.values()] == ["int32", "int32", "float32", "int32", "int32"]
+    assert [values.dtype.name for values in row.values()] == ["int32", "int32", "float32", "int32", "int32", "bool"]
     assert not any(values.flags.writeable for values in row.values())
 
 
@@ -85,6 +86,7 @@ def test_padding(tmp_path: Path) -> None:
     tail = next(row for row in map(dataset.__getitem__, range(2)) if row["loss_mask"].sum() == 1)
     assert tail["loss_mask"].tolist() == [1, 0, 0, 0] and tail["tokens"][2:].tolist() == [0, 0]
     assert tail["labels"][1:].tolist() == [0, 0, 0] and tail["segment_ids"].tolist() == [0, 0, 0, 0]
+    assert tail["padding"].tolist() == [False, False, True, True]
     masks = [dataset[row]["loss_mask"].sum() for row in (0, 1, 0, 1)]
     assert masks[:2] == masks[2:] and sorted(masks[:2]) == [1, 4]
 
@@ -93,7 +95,7 @@ def test_pad_token_of_the_tokenizer(tmp_path: Path) -> None:
     """A pad token found in the data is padding; one that also ends documents is not."""
     row = one_row(tmp_path, [[1, 7, 3, 4]], 3, tokenizer(pad=7))
     assert row["tokens"].tolist() == [1, 0, 3] and row["labels"].tolist() == [0, 3, 4]
-    assert row["loss_mask"].tolist() == [0, 1, 1]
+    assert row["loss_mask"].tolist() == [0, 1, 1] and row["padding"].tolist() == [False, True, False]
     row = one_row(tmp_path, [[1, EOD, 3, 4]], 3, tokenizer(pad=EOD))
     assert row["tokens"].tolist() == [1, EOD, 3] and row["loss_mask"].tolist() == [1, 1, 1]
 

@@ -65,6 +65,7 @@ def check(row: Any, expected_ids: list[int], weighted: Iterable[Any]) -> None:
     marked = row["labels"][row["loss_mask"] == 1].tolist()
     assert marked == ids(*weighted)
     assert row["positions"].tolist() == list(range(length))
+    assert row["padding"].tolist() == [place >= len(expected_ids) for place in range(length)]
 
 
 def test_captions(tmp_path: Path) -> None:

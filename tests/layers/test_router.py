@@ -19,7 +19,9 @@ from megajax.layers.moe.router import (
     add_gradient,
     balance,
     choose,
+    counts,
     load_measures,
+    only,
     replay,
     replay_measures,
     report_measures,
@@ -41,10 +43,12 @@ SIGMOID = 1 / (1 + np.exp(-LOGITS))
 SQRT_SOFTPLUS = np.sqrt(np.log1p(np.exp(LOGITS)))
 
 
-def chosen_experts(cfg: RouterConfig, k: int = K, bias: np.ndarray = NO_BIAS, training: bool = True) -> np.ndarray:
+def chosen_experts(
+    cfg: RouterConfig, k: int = K, bias: np.ndarray = NO_BIAS, training: bool = True, logits: np.ndarray = LOGITS
+) -> np.ndarray:
     """Weights [T, E] of all experts, zeros for those that a token does not choose."""
     routed = jax.jit(lambda logits, bias: choose(cfg, logits, k, bias, ONE, training=training))
-    return dense(routed(LOGITS, bias))
+    return dense(routed(logits, bias))
 
 
 def dense(routing: Routing) -> np.ndarray:
@@ -230,6 +234,85 @@ def test_losses_and_their_gradients(score):
     np.testing.assert_allclose(balanced.gradient / TOKENS, gradient, rtol=1e-4, atol=1e-7)
 
 
+SCORES = {
+    "softmax": np.exp,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "sqrt_softplus": lambda x: np.sqrt(np.log1p(np.exp(x))),
+}
+
+
+@pytest.mark.parametrize("offset", [0, -20, -46, -90, -110, -300])
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_that_underflow_leave_losses_weights_and_gradients_exact(score, offset):
+    logits = (LOGITS + np.float32(offset)).astype(np.float64)
+    exact = SCORES[score](logits)
+    p = exact / exact.sum(-1, keepdims=True)
+    cfg = RouterConfig(score=score, aux_loss=1.0)
+    balanced = jax.jit(lambda x: balance(cfg, x, ROWS, K, jnp.asarray(NO_BIAS), ONE))(logits.astype(np.float32))
+    share = best(p).mean(0)
+    np.testing.assert_allclose(balanced.values["aux"], EXPERTS / K * (share * p.mean(0)).sum(), rtol=1e-5)
+    # d p / d logits of scores over their sum: p_e (d_e - sum p d) with d = dp dlog score / dlogit.
+    slope = {"softmax": 1, "sigmoid": 1 - exact, "sqrt_softplus": exact**-2 / (1 + np.exp(-logits)) / 2}[score]
+    dp = EXPERTS / K * share
+    gradient = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope
+    np.testing.assert_allclose(balanced.gradient, gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max())
+
+    weights = chosen_experts(cfg, logits=logits.astype(np.float32))
+    chosen = best(exact) * exact
+    np.testing.assert_allclose(weights, chosen / chosen.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
+
+    def total(logits):
+        return jnp.sum(choose(cfg, logits, K, jnp.asarray(NO_BIAS), ONE, training=True).weights ** 2)
+
+    assert np.isfinite(jax.grad(total)(jnp.asarray(logits, jnp.float32))).all()
+
+
+def test_groups_are_compared_by_sums_of_scores_that_underflow():
+    cfg = RouterConfig(score="sigmoid", groups=3, chosen_groups=1, group_scores=2)
+    far = chosen_experts(cfg, logits=LOGITS - 120)
+    np.testing.assert_array_equal(far > 0, chosen_experts(cfg, logits=LOGITS - 30) > 0)
+
+
+def with_padding(values: np.ndarray, fill: float) -> np.ndarray:
+    """[ROWS * LENGTH, ...] -> the same rows, half as long again, with padding of this value."""
+    rows = values.reshape(ROWS, LENGTH, *values.shape[1:])
+    return np.concatenate([rows, np.full_like(rows[:, : LENGTH // 2], fill)], 1).reshape(-1, *values.shape[1:])
+
+
+def without_padding(values: object) -> np.ndarray:
+    values = np.asarray(values)
+    return values.reshape(ROWS, -1, *values.shape[1:])[:, :LENGTH].reshape(TOKENS, *values.shape[1:])
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+def test_padding_is_not_balanced_and_takes_no_room(drop):
+    cfg = RouterConfig(aux_loss=0.1, row_loss=0.2, global_loss=0.3, z_loss=0.4)
+    limit, before = CapacityConfig(factor=0.5, drop=drop), jnp.arange(EXPERTS, dtype=jnp.float32)
+
+    def routed(logits: jax.Array, real: jax.Array | None) -> tuple:
+        balanced = balance(cfg, logits, ROWS, K, before, ONE, real)
+        routing = choose(cfg, logits, K, jnp.asarray(NO_BIAS), ONE, training=True)
+        routing = routing._replace(experts=only(real, routing.experts, EXPERTS))
+        limited = within_capacity(limit, routing, ROWS, EXPERTS, ONE, real)
+        tokens = counts(routing.experts, EXPERTS)
+        return (
+            balanced.values,
+            tokens,
+            (balanced.gradient, limited.weights, limited.experts, sinkhorn(logits, ONE, real)),
+        )
+
+    values, tokens, arrays = jax.jit(routed)(LOGITS, None)
+    real = with_padding(np.ones(TOKENS, bool), False)
+    padded_values, padded_tokens, padded = jax.jit(routed)(with_padding(LOGITS, 5.0), real)
+    for name, value in values.items():
+        np.testing.assert_allclose(padded_values[name], value, rtol=1e-6, err_msg=name)
+    np.testing.assert_array_equal(padded_tokens, tokens)
+    for expected, actual in zip(arrays, padded, strict=True):
+        np.testing.assert_allclose(without_padding(actual), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(np.asarray(padded[0])[~real], 0)
+    np.testing.assert_array_equal(np.asarray(padded[2])[~real], EXPERTS)
+
+
 def test_a_loss_that_is_off_is_not_reported():
     def values(cfg: RouterConfig) -> object:
         return jax.eval_shape(lambda logits, tokens: balance(cfg, logits, ROWS, K, tokens, ONE), LOGITS, NO_BIAS)
@@ -292,25 +375,29 @@ def test_tokens_on_several_devices_are_routed_and_balanced_as_on_one():
     cfg = RouterConfig(aux_loss=0.1, row_loss=0.2, z_loss=0.3, global_loss=0.4)
     limit, tokens_before = CapacityConfig(factor=0.6), jnp.arange(EXPERTS, dtype=jnp.float32)
 
-    def local(logits: jax.Array, axes: TokenAxes) -> tuple:
-        shape, flat = logits.shape, logits.reshape(-1, EXPERTS)
-        balanced = balance(cfg, flat, shape[0], K, tokens_before, axes)
+    padding = np.arange(length) >= np.array([[5], [7]])
+
+    def local(logits: jax.Array, padding: jax.Array | None, axes: TokenAxes) -> tuple:
+        shape, flat, real = logits.shape, logits.reshape(-1, EXPERTS), None if padding is None else ~padding.reshape(-1)
+        balanced = balance(cfg, flat, shape[0], K, tokens_before, axes, real)
         routing = choose(cfg, flat, K, jnp.zeros(EXPERTS), axes, training=True)
-        limited = within_capacity(limit, routing, shape[0], EXPERTS, axes)
-        results = [balanced.gradient, sinkhorn(flat, axes), limited.weights, limited.experts]
+        limited = within_capacity(limit, routing, shape[0], EXPERTS, axes, real)
+        results = [balanced.gradient, sinkhorn(flat, axes, real), limited.weights, limited.experts]
         return [x.reshape(*shape[:2], -1) for x in results], axes.summed(balanced.values)
 
     kinds = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=kinds, devices=jax.devices()[:4])
     spec = PartitionSpec("data", "context")
-    mapped = jax.shard_map(
-        partial(local, axes=AXES), mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec()), check_vma=False
-    )
-    (results, values), (expected, expected_values) = jax.jit(mapped)(logits), jax.jit(partial(local, axes=ONE))(logits)
-    for actual, theirs in zip(results, expected, strict=True):
-        np.testing.assert_allclose(actual, theirs, rtol=1e-5, atol=1e-6)
-    for name, value in values.items():
-        np.testing.assert_allclose(value, expected_values[name], rtol=1e-5, err_msg=name)
+    for marked in (None, padding):
+        mapped = jax.shard_map(
+            partial(local, axes=AXES), mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec()), check_vma=False
+        )
+        results, values = jax.jit(mapped)(logits, marked)
+        expected, expected_values = jax.jit(partial(local, axes=ONE))(logits, marked)
+        for actual, theirs in zip(results, expected, strict=True):
+            np.testing.assert_allclose(actual, theirs, rtol=1e-5, atol=1e-6)
+        for name, value in values.items():
+            np.testing.assert_allclose(value, expected_values[name], rtol=1e-5, err_msg=name)
 
 
 def declared(layers: tuple[int, ...], measures: tuple) -> SimpleNamespace:
@@ -342,9 +429,9 @@ def test_load_of_experts_is_in_the_order_of_layers_without_padding_rows() -> Non
     assert tokens.of(4) == [2, 2, 4, 0] and tokens.of(2) is None and tokens.text == ""
 
 
-def test_losses_are_means_over_microbatches_and_dropped_tokens_are_fractions() -> None:
+def test_losses_are_means_over_positions_and_dropped_tokens_are_fractions() -> None:
     measures = report_measures(("aux", "z"), "dispatch.room")
-    observed = np.array([report(aux=8, z=2, chosen=64, parts=4), report(aux=4, z=6, chosen=64, dropped=16, parts=4)])
+    observed = np.array([report(aux=8, z=2, chosen=64, routed=4), report(aux=4, z=6, chosen=64, dropped=16, routed=4)])
     metrics = measurements(
         {"stack.blocks.0.mlp.report.sum": declared((0, 1), measures)}, {"stack.blocks.0.mlp.report.sum": observed}
     )

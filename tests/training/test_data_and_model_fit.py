@@ -12,7 +12,8 @@ CASES = {
         "missing: positions",
     ),
     "bert.py:debug data.type=Blend data.paths=a": (
-        "BlendConfig makes tokens (int32), labels (int32), loss_mask (float32), positions (int32); BertConfig reads",
+        "BlendConfig makes tokens (int32), labels (int32), loss_mask (float32), positions (int32), "
+        "padding (bool); BertConfig reads",
         "missing: segment_ids, token_types, is_random",
         "choose data that makes segment_ids and token_types and is_random, or another model",
     ),

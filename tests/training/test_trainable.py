@@ -6,19 +6,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_jobs import losses, run_config
-from tiny_runs import ONE, QUICK, Program, build_program, gradients_of, in_order, llama, place, rows, start, within
+from tiny_runs import (
+    ONE,
+    QUICK,
+    Program,
+    build_program,
+    gradients_of,
+    in_order,
+    llama,
+    place,
+    rows,
+    start,
+    with_block,
+    within,
+)
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.compiled.hlo import Collective, read
 from megajax.config.errors import UserError
 from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
+from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.optim.config import AdamWConfig
+from megajax.training.observations import updated_arrays
 
 TRAINED = ("*.mixer.query", "norm.gain")
 PATHS = {"stack.blocks.0.mixer.query", "norm.gain"}
@@ -133,3 +151,30 @@ def test_a_resumed_run_is_exact_also_on_another_layout(tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(UserError, match=r"optimizer\.trainable=\*\.mixer\.quary matches no weight.*mixer\.query"):
         training(ONE, ("*.mixer.quary",))
+
+
+ROUTED = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=16), router=RouterConfig(score="sigmoid", balance_rate=0.01))
+LOAD = "stack.blocks.0.mlp.load.sum"
+
+
+@pytest.mark.parametrize(
+    ("model", "trainable", "moves"),
+    [
+        ({}, ("*",), True),
+        ({}, ("*norm*", "*router"), True),
+        ({}, ("*norm*", "*experts*"), False),
+        ({"lora": LoRAConfig(rank=2)}, ("*",), False),
+    ],
+    ids=["all weights", "routers", "experts", "adapters"],
+)
+def test_selection_biases_of_experts_move_only_beside_a_trained_router(model, trainable, moves):
+    plain = build_program(replace(with_block(llama(), mlp=ROUTED), **model), ONE, microbatches=2).cfg
+    cfg = plain.but(optimizer=replace(plain.optimizer, trainable=trainable))
+    observed = Program.of(cfg, build_mesh(ONE)).observed
+    before = {LOAD: jnp.array([[0.5, -0.5, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])}
+    seen = {LOAD: jnp.array([[0.0] * 4, [8.0, 0.0, 4.0, 4.0]])}
+    only = {LOAD: observed[LOAD]}
+    biases, tokens = updated_arrays(only, before, seen, jnp.float32(1))[LOAD]
+    expected = [0.49, -0.49, 0, 0] if moves else [0.5, -0.5, 0, 0]
+    np.testing.assert_allclose(biases, expected, rtol=1e-6)
+    assert tokens.tolist() == [8, 0, 4, 4], "the load is reported"

@@ -38,6 +38,8 @@ def test_answers_have_slots_in_rows() -> None:
     assert block["advantage"][0].tolist() == [0, 0, 0, 0, 0.5, 0, 0, 0, 0]
     assert block["positions"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert block["segment_ids"][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    texts = [[0, 0, 0, 1, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1]]
+    assert block["padding"].tolist() == np.array(texts, bool).tolist(), "the last token of an answer is no input"
     for name, leaf in unpacked(packed(block)).items():
         np.testing.assert_array_equal(leaf, block[name])
         assert leaf.dtype == block[name].dtype

@@ -34,6 +34,7 @@ class ChatRows:
         loss_mask: float32, weight of the label in the loss: for answers 1 or the weight of the message, else 0.
         positions: int32, from 0 in each conversation; the padding continues the last one.
         segment_ids: int32, index of the conversation in the row; see `document_lengths` for padding.
+        padding: bool, whether the position has no token of a conversation.
 
     A row that is cut to S tokens has no label at its end.
 
@@ -127,7 +128,16 @@ class ChatRows:
             "loss_mask": weights.astype(np.float32),
             "positions": index - np.repeat(np.minimum(starts, starts[conversations - 1]), lengths).astype(np.int32),
             "segment_ids": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+            "padding": self._padding(pieces),
         }
+
+    def _padding(self, pieces: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Positions of a row without tokens of its conversations, bool [S]."""
+        padding, filled = np.ones(self.sequence_length, bool), 0
+        for first, last in pieces:
+            padding[filled : filled + last - first] = False
+            filled += -(-(last - first) // self._multiple) * self._multiple
+        return padding
 
     def document_lengths(self, row: int) -> np.ndarray:
         """Tokens of each document of a row, int64 [D]: its conversations, then its padding.

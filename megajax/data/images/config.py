@@ -237,7 +237,7 @@ class ImageTextRowsConfig(ImagesConfig):
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
         text = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
-        return text | {"images": "uint8", "grids": "int32"}
+        return text | {"padding": "bool", "images": "uint8", "grids": "int32"}
 
     def problems(self) -> list[Problem]:
         return ImagesConfig.problems(self) + between("tiles", self.tiles, 1, 256)

@@ -189,6 +189,7 @@ class ImageTextRows(ItemRows[Samples]):
     labels: int32 [S], the token after each input. Padding is 0.
     loss_mask: float32 [S], 1 where the label belongs to a caption or an answer, or ends it.
     positions: int32 [S], from 0.
+    padding: bool [S], whether the position has no text.
     images, and more: see `RowImages`.
     """
 
@@ -202,7 +203,8 @@ class ImageTextRows(ItemRows[Samples]):
         tokens, weights = self.writer.fitted(sample, counts, length)
         parts = {"tokens": tokens[:length], "labels": tokens[1:], "loss_mask": weights[1:]}
         row |= {name: np.pad(part, (0, length - len(part))) for name, part in parts.items()}
-        return row | {"positions": np.arange(length, dtype=np.int32)}
+        index = np.arange(length, dtype=np.int32)
+        return row | {"positions": index, "padding": index >= len(tokens)}
 
 
 def image_text_rows(config: ImageTextRowsConfig, *, tokenizer: Any, schema: Schema, seed: int) -> MakeRows:

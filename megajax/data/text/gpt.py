@@ -84,6 +84,7 @@ class GPTDataset:
         loss_mask: float32, 0 if the label is padding (optionally, if the input ends a document), else 1.
         positions: int32, from 0; optionally from 0 in each document.
         segment_ids: int32, index of the document in the row if documents are separated, else 0.
+        padding: bool, whether the input is padding.
 
     Args:
         tokens: the sequences.
@@ -115,7 +116,7 @@ class GPTDataset:
         self._separated = options.isolate_documents or options.reset_positions or options.reset_attention_mask
         length = options.sequence_length
         self._positions = _constant(np.arange(length, dtype=np.int32))
-        self._zeros = _constant(np.zeros(length, np.int32))
+        self._zeros, self._no_padding = _constant(np.zeros(length, np.int32)), _constant(np.zeros(length, bool))
         self._ones = _constant(np.ones(length, np.float32))
 
     def order(self) -> str:
@@ -137,8 +138,10 @@ class GPTDataset:
             loss_mask = self._loss_mask(text)
         if self._separated:
             positions, segment_ids = self._numbers(text[: self.sequence_length], borders)
-        if (self._pad != NO_PAD or filled < len(text)) and (padding := text == self._pad).any():
-            text[padding] = 0
+        padding = self._no_padding
+        if (self._pad != NO_PAD or filled < len(text)) and (padded := text == self._pad).any():
+            text[padded] = 0
+            padding = padded[: self.sequence_length]
         text.setflags(write=False)
         if self.options.extra:
             tokens, labels = text[:-1], text[1:]
@@ -150,6 +153,7 @@ class GPTDataset:
             "loss_mask": loss_mask,
             "positions": positions,
             "segment_ids": segment_ids,
+            "padding": padding,
         }
 
     def document_lengths(self, row: int) -> np.ndarray | None:

@@ -5,8 +5,8 @@ a device.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from megajax.layers.moe.router import (
     counts,
     load_measures,
     losses_of,
+    only,
     replay,
     replay_measures,
     report_measures,
@@ -137,6 +138,11 @@ class ExpertLoad:
 
     rate: float | None
     """Change of a bias per step; None: biases stay 0."""
+    follows: ClassVar[str] = "router"
+
+    def at_rest(self) -> "ExpertLoad":
+        """The updater of a router that is not trained: its biases stay as they are."""
+        return replace(self, rate=None if self.rate is None else 0.0)
 
     def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., 2, E]: biases, tokens."""
@@ -161,12 +167,17 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
-    """Updater: the report of a router for the last step. Layers read the loss scale from it."""
+    """Updater: the report of a router for the last step. Layers read from it the factor on gradients of its losses, the
+    loss scale times the weight of a position."""
 
     losses: tuple[str, ...] = ()
     """The losses of the router, a subset of LOSSES."""
     setting: str = ""
     """The setting to change for fewer dropped tokens; "" if no token is ever dropped."""
+
+    def over_positions(self) -> bool:
+        """Whether the router has a loss, a sum over positions."""
+        return bool(self.losses)
 
     def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., len(REPORTED)]."""
@@ -254,9 +265,10 @@ class MixtureOfExperts(nnx.Module):
         if cfg.router.sparse_mixer is not None and ctx.row_keys is not None:
             weights["keys"], axes["keys"] = fold_rows(ctx.row_keys, CHOICE_PLACE), ("batch", None)
         tokens_axes = ("batch", "seq_residual", None)
-        step: dict[str, Any] = {"rows": ctx.rows, "cache": cache}
+        step: dict[str, Any] = {"rows": ctx.rows, "cache": cache, "padding": ctx.padding}
         pools = dict.fromkeys(cache, (None, "batch", None, None))
         step_axes = {"rows": None if ctx.rows is None else ctx.rows.axes(), "cache": pools}
+        step_axes["padding"] = None if ctx.padding is None else tokens_axes[:2]
         if replays:
             of_layer = lax.dynamic_index_in_dim(ctx.experts, ctx.layer, 2, keepdims=False)
             step["experts"], step_axes["experts"] = of_layer[..., : cfg.top_k], tokens_axes
@@ -271,7 +283,8 @@ class MixtureOfExperts(nnx.Module):
         """(tokens, input of the router, positions, arrays of the router, expert weights, inputs of a step) -> outputs
         on a device, and the cache of a decoding step.
 
-        Inputs of a step: its `rows` or None, its `cache`, and `experts` [B, S, k] as in `Context.experts`."""
+        Inputs of a step: its `rows` or None, its `cache`, `padding` bool [B, S] or None, and `experts` [B, S, k] as in
+        `Context.experts`."""
         axes, sharding = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
         copies, facts = sharding.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
@@ -285,12 +298,13 @@ class MixtureOfExperts(nnx.Module):
             inputs: Mapping[str, Any],
         ) -> tuple[Array, Cache]:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
-            replayed, step = inputs.get("experts"), inputs["rows"]
-            routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, replayed, training=training)
+            replayed, step, padding = inputs.get("experts"), inputs["rows"], inputs["padding"]
+            real = None if padding is None else ~padding.reshape(-1)
+            real = real if step is None else step.real()
+            routing, routed = self.route(
+                cfg, router_input, index, arrays, axes, copies, replayed, real, training=training
+            )
             cache = {name: write(leaf, routing.experts + 1, step) for name, leaf in inputs["cache"].items()}
-            if step is not None:
-                # Padding goes to no expert: all of it would go to the same few, on the same devices.
-                routing = routing._replace(experts=jnp.where(step.real()[:, None], routing.experts, cfg.experts))
 
             def apply(rows: Array, sizes: Array, scale: Array) -> Array:
                 if cfg.weigh == "inputs":
@@ -323,39 +337,44 @@ class MixtureOfExperts(nnx.Module):
         axes: TokenAxes,
         copies: int,
         replayed: Array | None,
+        real: Array | None,
         *,
         training: bool,
     ) -> tuple[Routing, dict[str, Array]]:
         """Routing of the tokens of this device, and its report: parts of sums over all devices.
 
-        index: int32 [S], positions in the row; copies: number of devices that route the same tokens; replayed:
-        [B, S, k] as in `Context.experts`, or None.
+        Padding goes to no expert: all of it would go to the same few, on the same devices. index: int32 [S], positions
+        in the row; copies: number of devices that route the same tokens; replayed: [B, S, k] as in `Context.experts`,
+        or None; real: bool [T], the tokens that are not padding; None: all.
         """
         rows, flat = x.shape[0], x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
         if "router_bias" in arrays:
             logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
         load, scale = lax.stop_gradient(arrays["load"]), lax.stop_gradient(arrays["report"][0])
-        balanced = balance(cfg.router, logits, rows, cfg.top_k, load[1], axes)
-        report = {"parts": jnp.float32(1 / (axes.devices() * copies)), "dropped": jnp.zeros(())}
-        report["chosen"] = jnp.float32(flat.shape[0] * cfg.top_k / copies)
+        balanced = balance(cfg.router, logits, rows, cfg.top_k, load[1], axes, real)
+        routed = len(flat) if real is None else jnp.sum(real, dtype=jnp.float32)
+        report = {"routed": jnp.float32(routed / copies), "dropped": jnp.zeros(())}
+        report["chosen"] = report["routed"] * cfg.top_k
         report["not_finite"] = jnp.sum(~jnp.isfinite(logits)) / copies
         if balanced is not None:
-            logits = add_gradient(logits, balanced.gradient * (scale * self.layout.token_weight / copies))
-            report |= {name: value / copies for name, value in balanced.values.items()}
+            logits = add_gradient(logits, balanced.gradient * (scale / copies))
+            report |= {name: value * (balanced.tokens / copies) for name, value in balanced.values.items()}
         draws = None
         if "keys" in arrays:
             draws = drawn(arrays["keys"], index, (cfg.top_k, cfg.experts + 1), 0, 1)
             draws = draws.reshape(-1, *draws.shape[2:])
-        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training, index=index, draws=draws)
+        inputs = {"training": training, "index": index, "draws": draws, "real": real}
+        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, **inputs)
         if replayed is not None:
             flat_experts = replayed.reshape(-1, cfg.top_k)
             routing, numbers = replay(cfg.router, logits, flat_experts, routing.experts)
             routing = routing._replace(weights=observe(routing.weights, arrays["replayed"], numbers / copies))
+        routing = routing._replace(experts=only(real, routing.experts, cfg.experts))
         tokens = counts(routing.experts, cfg.experts)
         if cfg.router.capacity is not None:
-            routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes)
-            report["dropped"] = jnp.sum(routing.experts == cfg.experts) / copies
+            routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes, real)
+            report["dropped"] = report["chosen"] - jnp.sum(routing.experts < cfg.experts) / copies
         observed = jnp.stack([jnp.zeros_like(tokens), tokens / copies])
         return routing._replace(weights=observe(routing.weights, arrays["load"], observed)), report
 

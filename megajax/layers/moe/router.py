@@ -22,9 +22,12 @@ SINKHORN_ROUNDS = 1000
 """Maximum number of iterations; Megatron-LM has no limit."""
 
 LOSSES = ("aux", "row", "global", "z")
-REPORTED = (*LOSSES, "dropped", "chosen", "not_finite", "parts")
-"""A layer's report for a microbatch: losses without their coefficients; numbers of choices of experts that were dropped
-and of all choices; number of logits that are not finite; `parts`, 1 per microbatch, is the divisor of losses."""
+REPORTED = (*LOSSES, "dropped", "chosen", "not_finite", "routed")
+"""A layer's report for a microbatch: sums over positions of losses without their coefficients; numbers of choices of
+experts that were dropped and of all choices; number of logits that are not finite; number of routed positions."""
+
+NEARLY_ZERO = -15.0
+"""Below this, log softplus x is x - exp(x) / 2 to 1e-7 of its distance from x."""
 
 
 class TokenAxes(NamedTuple):
@@ -81,13 +84,23 @@ def scores(cfg: RouterConfig, logits: Array) -> Array:
     """Scores [..., E] over all experts."""
     if cfg.score == "softmax":
         return jax.nn.softmax(logits)
-    return jax.nn.sigmoid(logits) if cfg.score == "sigmoid" else jnp.sqrt(jax.nn.softplus(logits))
+    return jax.nn.sigmoid(logits) if cfg.score == "sigmoid" else jnp.exp(log_scores(cfg, logits))
+
+
+def log_scores(cfg: RouterConfig, logits: Array) -> Array:
+    """Logarithms of scores [..., E], up to a term per token for softmax: finite where scores underflow."""
+    if cfg.score == "softmax":
+        return logits
+    if cfg.score == "sigmoid":
+        return jax.nn.log_sigmoid(logits)
+    tail = jnp.minimum(logits, NEARLY_ZERO)
+    log_softplus = jnp.log(jax.nn.softplus(jnp.maximum(logits, NEARLY_ZERO)))
+    return jnp.where(logits < NEARLY_ZERO, tail - jnp.exp(tail) / 2, log_softplus) / 2
 
 
 def shares(cfg: RouterConfig, logits: Array) -> Array:
     """Scores [..., E] normalised to sum to 1, for balancing losses."""
-    values = scores(cfg, logits)
-    return values if cfg.score == "softmax" else values / (values.sum(-1, keepdims=True) + 1e-20)
+    return jax.nn.softmax(log_scores(cfg, logits))
 
 
 def choose(
@@ -100,10 +113,12 @@ def choose(
     training: bool,
     index: Array | None = None,
     draws: Array | None = None,
+    real: Array | None = None,
 ) -> Routing:
     """The experts of tokens with these logits [T, E]. bias: of `State`; draws: of `sparse_mixer`.
 
     index: int32 [S], the device's positions within the row, used by force_balance; None if it holds whole rows.
+    real: bool [T], the tokens that are not padding, used by `sinkhorn`; None: all.
     """
     if cfg.force_balance:
         index = jnp.arange(logits.shape[0]) if index is None else index
@@ -113,16 +128,23 @@ def choose(
         return _weighed(cfg, logits, turns.astype(jnp.int32))
     if cfg.sinkhorn:
         probabilities = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
-        experts = _best(sinkhorn(lax.stop_gradient(logits), axes) if training else probabilities, k)
+        experts = _best(sinkhorn(lax.stop_gradient(logits), axes, real) if training else probabilities, k)
         return Routing(jnp.take_along_axis(probabilities, experts, -1) * cfg.scale, experts)
     if cfg.sparse_mixer is not None:
         routing = sparse_mixer(logits, k, cfg.sparse_mixer, draws)
         return routing._replace(weights=routing.weights * cfg.scale)
-    by_logits = cfg.score == "softmax" and cfg.normalise == "chosen" and cfg.balance_rate is None
-    compared = lax.stop_gradient(logits if by_logits else scores(cfg, logits))
+    return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, _compared(cfg, lax.stop_gradient(logits), bias), k), k))
+
+
+def _compared(cfg: RouterConfig, logits: Array, bias: Array) -> Array:
+    """The numbers [T, E] whose largest ones are chosen; groups compare sums of them."""
     if cfg.balance_rate is not None:
-        compared = compared + bias[None]
-    return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, k), k))
+        return scores(cfg, logits) + bias[None]
+    if cfg.groups is None or (cfg.score == "softmax" and cfg.normalise == "chosen"):
+        return logits
+    # The scores of a token over the largest: in the same order, without underflow.
+    logs = log_scores(cfg, logits)
+    return jnp.exp(logs - logs.max(-1, keepdims=True))
 
 
 def replay(cfg: RouterConfig, logits: Array, replayed: Array, chosen: Array) -> tuple[Routing, Array]:
@@ -167,12 +189,10 @@ def sparse_mixer(logits: Array, k: int, distance: float, draws: Array | None) ->
 
 
 def _weighed(cfg: RouterConfig, logits: Array, experts: Array) -> Routing:
-    if cfg.score == "softmax" and cfg.normalise == "chosen":
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, -1))
+    if cfg.normalise == "chosen" and (cfg.score == "softmax" or experts.shape[1] > 1):
+        weights = jax.nn.softmax(jnp.take_along_axis(log_scores(cfg, logits), experts, -1))
     else:
         weights = jnp.take_along_axis(scores(cfg, logits), experts, -1)
-        if cfg.normalise == "chosen" and experts.shape[1] > 1:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return Routing(weights * cfg.scale, experts)
 
 
@@ -187,9 +207,14 @@ def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
     return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(compared.shape)
 
 
-def sinkhorn(logits: Array, axes: TokenAxes) -> Array:
-    """exp(logits) [T, E] with rows and columns scaled to equal sums, over the tokens of all devices."""
+def sinkhorn(logits: Array, axes: TokenAxes, real: Array | None = None) -> Array:
+    """exp(logits) [T, E] with rows and columns scaled to equal sums, over the tokens of all devices.
+
+    real: bool [T], the tokens that are not padding, whose rows become 0; None: all.
+    """
     cost, tokens = jnp.exp(logits), logits.shape[0] * axes.devices()
+    if real is not None:
+        cost, tokens = jnp.where(real[:, None], cost, 0), jnp.maximum(axes.summed(jnp.sum(real)), 1)
 
     def scaled(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         turn, _, columns, _ = carry
@@ -217,47 +242,66 @@ class Balanced(NamedTuple):
     """[T, E]: gradient of the weighted sum of the losses with respect to the logits."""
     values: dict[str, Array]
     """Values by name in LOSSES, without coefficients: the local part of a sum over all devices."""
+    tokens: Array
+    """Tokens of all devices, float32 []: the divisor of the means in `values`."""
 
 
-def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, before: Array, axes: TokenAxes) -> Balanced | None:
+def balance(
+    cfg: RouterConfig,
+    logits: Array,
+    rows: int,
+    k: int,
+    before: Array,
+    axes: TokenAxes,
+    real: Array | None = None,
+) -> Balanced | None:
     """The balancing losses for logits [T, E] of `rows` rows; None without any such loss.
 
     Each loss is E / k sum_e f_e P_e: f_e is the share of tokens with e among their k best scores, P_e the mean score of
-    e. f is a count, so gradients flow through P only. before: tokens [E] of the last step.
-    Gradients are those of a sum over tokens, like the language model's loss: of the mean times the number of tokens.
+    e. f is a count, so gradients flow through P only. before: tokens [E] of the last step; real: bool [T], the tokens
+    that are not padding, which alone count; None: all.
+    Gradients are those of a sum over tokens: of the mean times the number of tokens.
     """
     coefficients = {"aux": cfg.aux_loss, "row": cfg.row_loss, "global": cfg.global_loss, "z": cfg.z_loss}
     if not any(coefficients.values()):
         return None
     logits, number = lax.stop_gradient(logits), logits.shape[1]
     p, back = jax.vjp(lambda logits: shares(cfg, logits), logits)
-    best = _best(p, k)
-    p_rows, best_rows = p.reshape(rows, -1, number), best.reshape(rows, -1, k)
-    of_rows = counts(best_rows, number)  # [B, E]
-    step_tokens = axes.summed(of_rows.sum(0))
-    total = p.shape[0] * axes.devices()
-    of_rows = lax.psum(of_rows, axes.seq) if axes.seq else of_rows
-    length = p_rows.shape[1] * (lax.axis_size(axes.seq) if axes.seq else 1)
+    counted = jnp.ones(len(logits), jnp.float32) if real is None else real.astype(jnp.float32)
+    p_rows, in_rows = p.reshape(rows, -1, number), counted.reshape(rows, -1)
+    of_rows = counts(only(real, _best(p, k), number).reshape(rows, -1, k), number)  # [B, E]
+    step_tokens, total = axes.summed((of_rows.sum(0), counted.sum()))
+    total = jnp.maximum(total, 1)
+    lengths = in_rows.sum(1)
+    of_rows, lengths = lax.psum((of_rows, lengths), axes.seq) if axes.seq else (of_rows, lengths)
     all_tokens = step_tokens + before
     shares_by_loss = {
         "aux": jnp.broadcast_to(step_tokens / total, of_rows.shape),
-        "row": of_rows / length,
+        "row": of_rows / jnp.maximum(lengths, 1)[:, None],
         "global": jnp.broadcast_to(all_tokens / jnp.maximum(all_tokens.sum() / k, 1), of_rows.shape),
     }
     factor, dp, values = number / k, jnp.zeros_like(p_rows), {}
     for name, share in shares_by_loss.items():
-        dp = dp + (coefficients[name] * factor * share)[:, None]
-        values[name] = jnp.sum(p_rows.sum(1) * share) * factor / total
-    partition = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        dp = dp + (coefficients[name] * factor * share)[:, None] * in_rows[..., None]
+        values[name] = jnp.sum(jnp.sum(p_rows * in_rows[..., None], 1) * share) * factor / total
+    partition = jax.nn.logsumexp(logits, axis=-1, keepdims=True) * counted[:, None]
     values["z"] = jnp.sum(jnp.square(partition)) / total
     gradient = back(dp.reshape(p.shape))[0] + coefficients["z"] * 2 * partition * jax.nn.softmax(logits)
-    return Balanced(gradient, {name: value for name, value in values.items() if coefficients[name]})
+    return Balanced(gradient, {name: value for name, value in values.items() if coefficients[name]}, total)
 
 
-def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: int, axes: TokenAxes) -> Routing:
+def only(real: Array | None, experts: Array, number: int) -> Array:
+    """int32 [T, k]: `experts`, and the number of experts, which is none of them, for padding. real: bool [T]."""
+    return experts if real is None else jnp.where(real[:, None], experts, number)
+
+
+def within_capacity(
+    cfg: CapacityConfig, routing: Routing, rows: int, number: int, axes: TokenAxes, real: Array | None = None
+) -> Routing:
     """The routing without tokens beyond the capacity of each expert, counted over all devices.
 
-    Tokens are ordered by position, then by row, as in Megatron-LM.
+    Tokens are ordered by position, then by row, as in Megatron-LM. Padding, whose experts are `number`, takes no room.
+    real: bool [T], the tokens that are not padding, which determine the capacity; None: all.
     """
     k = routing.experts.shape[1]
 
@@ -269,6 +313,8 @@ def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: in
 
     weights, experts = everywhere(lax.stop_gradient(routing.weights)), everywhere(routing.experts)
     capacity = ceil(experts.size / number * cfg.factor)
+    if real is not None:
+        capacity = jnp.ceil(axes.summed(jnp.sum(real, dtype=jnp.float32)) * k / number * cfg.factor)
     flat = experts.swapaxes(0, 1).reshape(-1)
     order = jnp.arange(flat.size)
     if cfg.drop == "probability":
@@ -311,7 +357,7 @@ def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...
             above=0.0,
             warning=warning if setting else "",
         ),
-        *(Measure(name=f"router_{name}_loss", of=partial(over, name, "parts")) for name in losses),
+        *(Measure(name=f"router_{name}_loss", of=partial(over, name, "routed")) for name in losses),
         Measure(
             name="router_not_finite",
             of=partial(column, "not_finite"),

@@ -84,6 +84,7 @@ class TextClassifier(DecoderLM):
         rows = self.sequences(batch)
         in_order = jnp.broadcast_to(jnp.arange(rows["tokens"].shape[1])[None], rows["tokens"].shape)
         rows.setdefault("positions", in_order)
+        rows["padding"] = rows["segment_ids"] == 0
         if not self.cfg.pads_rows():  # a causal mask hides padding at the end
             del rows["segment_ids"]
         if SAMPLE in batch:

@@ -12,7 +12,7 @@ from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import CacheLeaf, paged_requests, stack_leaves
 from megajax.layers.checks import LARGEST, above_zero, below_one
-from megajax.layers.facts import LayerBuilder, Weight, norm_weights
+from megajax.layers.facts import HasExperts, LayerBuilder, Weight, norm_weights
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.norm.config import NormConfig, RMSNormConfig
 from megajax.layers.quantization.config import QuantizationConfig
@@ -81,8 +81,8 @@ class WidthScalingConfig:
         return (1.0 if self.base_head_dim is None else self.base_head_dim**0.5) / size**self.score_power
 
 
-def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
-    """The leaves of a row of text of `length` tokens.
+def text_schema(length: int, vocabulary_size: int, *, padding: bool = False) -> dict[str, Leaf]:
+    """The leaves of a row of text of `length` tokens. padding: with the leaf that marks positions without text.
 
     Example: `mj.text_schema(2048, 50257)`
     """
@@ -95,6 +95,7 @@ def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
         "positions": numbers,  # as learned positions and RoPE see them
         # Number of the document within the row: tokens of different documents do not attend to each other.
         "segment_ids": replace(numbers, optional=True),
+        **({"padding": replace(numbers, dtype="bool", optional=True)} if padding else {}),
     }
 
 
@@ -196,8 +197,10 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         ]
 
     def schema(self) -> dict[str, Leaf]:
-        """Tokens, labels, positions, and the documents of the tokens."""
-        return text_schema(self.sequence_length, self.vocabulary_size)
+        """Tokens, labels, positions, the documents of the tokens, and for layers with experts the padding."""
+        parts = (part for block in self.named_blocks().values() for part in block.parts().values())
+        routes = any(isinstance(part, HasExperts) for part in parts)
+        return text_schema(self.sequence_length, self.vocabulary_size, padding=routes)
 
     def replays_experts(self) -> bool:
         """Whether batches may have the experts of tokens, see `megajax.layers.context.Context`."""

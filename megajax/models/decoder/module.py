@@ -82,8 +82,9 @@ class DecoderLM(nnx.Module):
         row_keys = None
         if key is not None and self.cfg.has_dropout():
             row_keys = keys_of_rows(key, batch[SAMPLE])
-        index = self.layout.row_index(batch["tokens"].shape[1])
-        return Context(batch["positions"], index, batch.get("segment_ids"), row_keys, experts=batch.get("experts"))
+        index, segments = self.layout.row_index(batch["tokens"].shape[1]), batch.get("segment_ids")
+        padding = segments == 0 if segments is not None and self.cfg.pads_rows() else batch.get("padding")
+        return Context(batch["positions"], index, segments, row_keys, experts=batch.get("experts"), padding=padding)
 
     def hidden_states(self, tokens: Array, ctx: Context) -> Array:
         """tokens int32 [B, S] -> normalised output of the stack [B, S, D]."""

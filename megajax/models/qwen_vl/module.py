@@ -145,7 +145,8 @@ class DynamicTower(nnx.Module):
         places, index = patch_places(grids, patches, self.cfg.merge), jnp.arange(patches)
         segments = jnp.where(places.number < grids.shape[1], places.number, grids.shape[1] + index // self.cfg.most)
         positions = jnp.broadcast_to(index[None], segments.shape)
-        return Context(positions, index, segments.astype(jnp.int32), row_keys, rotary=places.inside)
+        padding = places.number >= grids.shape[1]
+        return Context(positions, index, segments.astype(jnp.int32), row_keys, rotary=places.inside, padding=padding)
 
 
 class PatchPlaces(NamedTuple):

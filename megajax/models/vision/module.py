@@ -44,7 +44,8 @@ class VisionTower(nnx.Module):
         index = jnp.arange(self.cfg.positions())
         positions = jnp.broadcast_to(index[None], (images, index.size))
         segments = (positions < self.cfg.used_positions()).astype(jnp.int32) if self.cfg.padding() else None
-        return Context(positions, index, segments, row_keys)
+        padding = None if segments is None else segments == 0
+        return Context(positions, index, segments, row_keys, padding=padding)
 
     def embed_images(self, images: Array) -> Array:
         """uint8 or normalised float [B, height, width, 3] -> embeddings of patches [B, S, D], zeros elsewhere."""

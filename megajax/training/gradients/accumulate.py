@@ -13,6 +13,7 @@ from megajax.batch import Batch, Grads, Params, Rows
 from megajax.pipeline.layer_loop import LayerLoop, Rings, add
 from megajax.pipeline.partition import MEMORY, Staged, StagedSection
 from megajax.training.gradients.grads import GradFn, Weights, over_replicas
+from megajax.training.gradients.position_weights import by_position
 from megajax.training.gradients.staged import SplitWeights
 
 
@@ -138,7 +139,7 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh, side_by_side: int = 
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
-        in_step = weights.gather_all_for_step(params, scale)
+        in_step = by_position(weights.declared, parts, weights.gather_all_for_step(params, scale), batch)
         runs = section_runs(weights, parts, in_step)
         shared = runs[-1].shared
 

@@ -10,6 +10,7 @@ from megajax.pipeline.executor import AXIS, Stage
 from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule
 from megajax.training.gradients.grads import GradFn, Sums, Weights, over_replicas
+from megajax.training.gradients.position_weights import by_position
 from megajax.training.gradients.staged import SplitWeights
 
 type Schedules = Callable[[int], Schedule]
@@ -48,7 +49,7 @@ def pipelined(
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
-        in_step = weights.gather_all_for_step(params, scale)
+        in_step = by_position(weights.declared, parts, weights.gather_all_for_step(params, scale), batch)
         stage = _stage(kind, weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
         (section,) = parts.sections
         zeros = SplitWeights.of(weights.zeros(in_step), [section.path])

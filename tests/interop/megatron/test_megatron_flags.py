@@ -332,6 +332,16 @@ def test_blocks_of_multi_token_prediction_are_numbered_from_one() -> None:
     assert config("--mtp-num-layers 1 --calculate-per-token-loss").model.prediction.reweighted == "microbatches"
 
 
+def test_the_strength_of_router_losses_with_the_per_token_flag_is_a_remark() -> None:
+    experts, flag = "--num-experts 8 --disable-bias-linear", "--calculate-per-token-loss"
+    for more in ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2", "--moe-z-loss-coeff 1e-3"):
+        converted, plain = convert_line(f"{experts} {more} {flag}"), convert_line(f"{experts} {more}")
+        assert "positions / labels" in dict(converted.remarks)[flag] and flag not in dict(plain.remarks)
+        routers = [run.config.model.stack.pattern[0].mlp.router for run in (converted, plain)]
+        assert routers[0] == routers[1] and converted.config.batch.loss_average == "tokens"
+    assert flag not in dict(convert_line(f"{experts} {flag}").remarks)
+
+
 def test_latent_attention_scales_scores_equally_with_and_without_mup() -> None:
     latent = "--multi-latent-attention --position-embedding-type rope --qk-head-dim 32 --qk-pos-emb-head-dim 32"
     yarn = f"{latent} --rotary-scaling-factor 40 --mscale-all-dim 0.5"

@@ -57,6 +57,9 @@ def _router(args: Arguments, bias: bool) -> RouterConfig:
     sinkhorn, score = "sinkhorn" in kinds, args.one_of("moe-router-score-function", SCORES)
     groups, top_groups = args["moe-router-num-groups"], args["moe-router-group-topk"]
     rate = args["moe-router-bias-update-rate"] if args["moe-router-enable-expert-bias"] else None
+    if args["calculate-per-token-loss"] and (any(losses.values()) or args["moe-z-loss-coeff"]):
+        message = "losses of routers are means over positions; Megatron-LM multiplies them by positions / labels"
+        args.remark("calculate-per-token-loss", message)
     return RouterConfig(
         score=score,
         # Other scores than softmax are divided by their sum in both cases.

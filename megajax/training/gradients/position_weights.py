@@ -1,0 +1,90 @@
+"""The weight of a position in a step, for losses of layers that are means over positions rather than over labels.
+
+Gradients of a step are sums that are divided once, by the sum of the labels' weights. A layer that adds the gradient of
+a sum over positions, such as a router's balancing loss, therefore multiplies it by that sum over the number of
+positions: a mean over positions remains, whatever the labels' weights are. Both sums depend on the batch alone.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from megajax.batch import Batch, Params, Rows
+from megajax.layers.param import ParamSpec
+from megajax.mesh.layer_observations import OverPositions
+from megajax.models.reduction import divisor
+from megajax.pipeline.partition import Staged, StagedSection
+from megajax.training.gradients.grads import over_replicas
+from megajax.training.gradients.staged import STACK
+
+
+def by_position(declared: Mapping[str, ParamSpec], parts: Staged, in_step: Params, batch: Batch) -> Params:
+    """The arrays of a step, with observations that layers read as a scale multiplied by the weight of a position.
+
+    declared: of `in_step`; parts: the model in the step; batch: [M, B, ...], the device's part.
+    """
+    paths = [path for path, spec in declared.items() if sums_over_positions(spec)]
+    if not paths:
+        return in_step
+    counts = {section.path.removesuffix(STACK): counted_positions(section.context) for section in parts.sections}
+    weight, positions = over_replicas(
+        (_total(labels_weight(parts, in_step), batch), {path: _total(count, batch) for path, count in counts.items()})
+    )
+
+    def factor(path: str) -> Array:
+        section = max((prefix for prefix in positions if path.startswith(prefix)), key=len)
+        return divisor(weight) / divisor(positions[section])
+
+    return {**in_step, **{path: in_step[path] * factor(path) for path in paths}}
+
+
+def _total(of_rows: Callable[[Rows], Array], batch: Batch) -> Array:
+    return jnp.sum(lax.map(of_rows, dict(batch)))
+
+
+def sums_over_positions(spec: ParamSpec) -> bool:
+    """Whether the layers of an observation add gradients of sums over positions."""
+    return isinstance(spec.updater, OverPositions) and spec.updater.over_positions()
+
+
+def counted_positions(context: Callable) -> Callable[[Rows], Array]:
+    """rows [B, ...] -> the number of positions that are not padding, float32 []. context: of a section."""
+
+    def count(rows: Rows) -> Array:
+        ctx = context(rows)
+        return jnp.float32(ctx.positions.size) if ctx.padding is None else jnp.sum(~ctx.padding, dtype=jnp.float32)
+
+    return count
+
+
+def labels_weight(parts: Staged, shared: Params) -> Callable[[Rows], Array]:
+    """rows [B, ...] -> the weight of the rows' loss, `Loss.weight_sum`, without the computation of the loss.
+
+    Raises TypeError on a model whose weight depends on its output.
+    """
+
+    def weight(rows: Rows) -> Array:
+        memory = None
+        for section in parts.sections:
+            memory = jax.eval_shape(partial(_output, section), shared, rows, memory)
+        closed = jax.make_jaxpr(lambda x, rows: parts.head(shared, x, rows)[1][1])(memory, rows)
+        jaxpr, (used, *rows_used) = dce_jaxpr(closed.jaxpr, [True])
+        if used:
+            raise TypeError("the weight of a loss must not depend on the model's output")
+        leaves = [leaf for leaf, is_used in zip(jax.tree.leaves(rows), rows_used, strict=True) if is_used]
+        (total,) = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, closed.consts))(*leaves)
+        return total
+
+    return weight
+
+
+def _output(section: StagedSection, shared: Params, rows: Rows, memory: Array | None) -> Array:
+    """An array like the output of a section whose layers are the identity."""
+    ctx = section.context(rows)
+    x = section.enter(shared, section.embed(shared, rows), ctx, memory)
+    return x if section.leave is None else section.leave(shared, x, ctx, memory)

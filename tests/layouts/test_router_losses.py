@@ -1,0 +1,158 @@
+"""Gradients of router losses are the coefficients times those of means over the routed positions.
+
+Matrices that write to the residual stream are zero here, so routers read normalised embeddings, and their gradients are
+those of their losses alone: in float64 they have a closed form.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ONE, QUICK, ROWS, TheseRows, in_order, llama, place, rows, start, with_block, within
+
+from megajax.batch import Batch
+from megajax.layers.mlp.config import GatedMLPConfig
+from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.training.config import BatchConfig
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+
+EXPERTS, CHOSEN, MICROBATCHES, EPSILON = 8, 2, 2, 1e-5
+COEFFICIENTS = {"aux": 0.3, "row": 0.5, "z": 0.02}
+ROUTER, GAIN = "stack.blocks.0.mlp.router", "stack.blocks.0.mlp_norm.gain"
+BEFORE_RESIDUAL = ("mixer.output", "mlp.experts.down")
+
+
+def mixture(prediction: int = 0, **router: Any) -> DecoderConfig:
+    """Two layers of experts, and heads of multi-token prediction."""
+    coefficients = {f"{name}_loss": value for name, value in COEFFICIENTS.items()}
+    mlp = MoEConfig(
+        experts=EXPERTS,
+        top_k=CHOSEN,
+        expert=GatedMLPConfig(ffn=16),
+        router=RouterConfig(**coefficients, **router),
+    )
+    model = with_block(llama(), mlp=mlp)
+    return replace(model, prediction=PredictionConfig(depth=prediction)) if prediction else model
+
+
+def batch_of(labels: str, weight: float) -> Batch:
+    """Rows that end with padding of different lengths, and the weights of their labels."""
+    batch = dict(rows())
+    text = np.random.default_rng(3).integers(LENGTH // 4, LENGTH + 1, (ROWS, 1))
+    batch["padding"] = np.arange(LENGTH) >= text
+    counts = ~batch["padding"] if labels == "all" else np.arange(LENGTH) == text - 1
+    return batch | {"loss_mask": (counts * weight).astype(np.float32)}
+
+
+class Result(NamedTuple):
+    """Mean gradients by path, layers in order, and the weights that the inputs of routers follow from."""
+
+    gradients: dict[str, np.ndarray]
+    embeddings: np.ndarray
+    gain: np.ndarray
+    router: np.ndarray
+
+
+def differentiated(model: DecoderConfig, parallel: ParallelConfig, average: str, batch: Batch) -> Result:
+    """The gradients of a step. Raises AssertionError for settings that do not fit each other."""
+    leaves = tuple((name, leaf.dtype) for name, leaf in model.schema().items())
+    micro_size = ROWS // (MICROBATCHES * parallel.replicas(len(jax.devices())))
+    cfg = RunConfig(
+        model=model,
+        data=TheseRows(leaves),
+        parallel=parallel,
+        precision=PrecisionConfig(compute="float32"),
+        batch=BatchConfig(global_size=ROWS, micro_size=micro_size, loss_average=average),
+        steps=10,
+        seed=7,
+    )
+    assert not (problems := cfg.problems(len(jax.devices()))), problems
+    program = Program.of(cfg, build_mesh(parallel))
+    with within(program):
+        inputs = dict(start(program).inputs)
+        inputs |= {path: w * 0 for path, w in inputs.items() if path.endswith(BEFORE_RESIDUAL)}
+        arguments = inputs, place(program, batch), np.float32(4)  # a loss scale
+        compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
+        grads = jax.device_get(compiled(*arguments))
+    ordered, _ = in_order(program, {path: inputs[path] for path in (GAIN, ROUTER)})
+    gradients, _ = in_order(program, grads.grads)
+    scaled = {path: gradient / (4 * float(grads.weight_sum)) for path, gradient in gradients.items()}
+    return Result(scaled, np.asarray(inputs["tokens"]), ordered[GAIN], ordered[ROUTER])
+
+
+def closed_form(result: Result, batch: Batch) -> np.ndarray:
+    """The gradient of the routers [L, D, E] in float64: of losses of microbatches, by their routed positions."""
+    x = result.embeddings.astype(np.float64)[batch["tokens"]]
+    real = ~batch["padding"]
+    gradients = []
+    for gain, router in zip(result.gain.astype(np.float64), result.router.astype(np.float64), strict=True):
+        h = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + EPSILON) * gain
+        logits = h @ router
+        exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+        p = exponentials / exponentials.sum(-1, keepdims=True)
+        partition = np.log(exponentials.sum(-1)) + logits.max(-1)
+        best = np.argsort(-p, axis=-1)[..., :CHOSEN]
+        hot = (np.eye(EXPERTS)[best].sum(-2)) * real[..., None]  # [B, S, E]
+        dlogits = np.zeros_like(p)
+        for first in range(0, ROWS, ROWS // MICROBATCHES):
+            part = slice(first, first + ROWS // MICROBATCHES)
+            of_microbatch = hot[part].sum((0, 1)) / real[part].sum()
+            of_rows = hot[part].sum(1) / real[part].sum(1)[:, None]
+            dp = COEFFICIENTS["aux"] * of_microbatch[None] + COEFFICIENTS["row"] * of_rows
+            dp = EXPERTS / CHOSEN * np.broadcast_to(dp[:, None], p[part].shape)
+            dlogits[part] = p[part] * (dp - (p[part] * dp).sum(-1, keepdims=True))
+        dlogits += COEFFICIENTS["z"] * 2 * partition[..., None] * p
+        dlogits *= real[..., None] / real.sum()
+        gradients.append(np.einsum("bsd,bse->de", h, dlogits))
+    return np.stack(gradients)
+
+
+LAYOUTS = {
+    "one device": ONE,
+    "expert 2, tensor 2, sequence": ParallelConfig(data=1, expert=2, tensor=2, sequence=True),
+    "pipeline 2, data 2": ParallelConfig(pipeline=2, data=2),
+    "context 2": ParallelConfig(data=1, context=2),
+}
+LABELS = {"all": ("all", 1.0), "answers": ("answers", 1.0), "answers of weight 0.01": ("answers", 0.01)}
+
+
+QUICK_CASES = {("one device", "tokens"), ("expert 2, tensor 2, sequence", "tokens"), ("one device", "microbatches")}
+PROGRAMS = [
+    pytest.param(layout, average, marks=[] if (layout, average) in QUICK_CASES else pytest.mark.slow)
+    for layout in LAYOUTS
+    for average in ("tokens", "microbatches")
+]
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize(("layout", "average"), PROGRAMS)
+def test_a_router_loss_is_a_mean_over_routed_positions(layout, average, labels):
+    batch = batch_of(*LABELS[labels])
+    result = differentiated(mixture(), LAYOUTS[layout], average, batch)
+    expected = closed_form(result, batch)
+    np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_dropped_tokens_count_in_a_router_loss():
+    batch = batch_of("answers", 0.01)
+    result = differentiated(mixture(capacity=CapacityConfig(factor=0.5)), ONE, "tokens", batch)
+    expected = closed_form(result, batch)
+    np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [ONE, ParallelConfig(pipeline=2, data=1)], ids=["one device", "pipeline"])
+def test_the_router_of_a_prediction_head_has_the_same_strength_for_all_weights_of_labels(parallel):
+    path = "predictions.0.block.mlp.router"
+    first, second = (
+        differentiated(mixture(prediction=1), parallel, "tokens", batch_of("answers", weight)).gradients[path]
+        for weight in (1.0, 0.01)
+    )
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-5 * np.abs(first).max())
