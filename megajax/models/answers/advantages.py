@@ -39,29 +39,6 @@ def total_reward(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(rewards).all(1), np.nan, np.nansum(rewards * weights, axis=1))
 
 
-def leave_one_out(
-    rewards: np.ndarray,
-    size: int,
-    *,
-    clip: tuple[float, float] | None = None,
-    penalty: np.ndarray | float = 0.0,
-    normalised: bool = False,
-) -> np.ndarray:
-    """Advantages over the mean of the other answers of the group, float64 [N] (Ahmadian et al. 2024, RLOO).
-
-    rewards: [N]; an answer with NaN is not part of the means and has advantage 0. clip: limits of rewards; penalty:
-    subtracted after that, such as beta times an estimate of the KL divergence [N]; normalised: over the batch, to mean
-    0 and standard deviation 1.
-    """
-    rewards = np.asarray(rewards, np.float64)
-    rewards = (rewards if clip is None else np.clip(rewards, *clip)) - penalty
-    groups = rewards.reshape(-1, size)
-    counts = (~np.isnan(groups)).sum(1, keepdims=True)
-    others = (np.nansum(groups, axis=1, keepdims=True) - groups) / np.maximum(counts - 1, 1)
-    advantages = np.where(counts > 1, groups - others, groups * 0).reshape(-1)
-    return _standardised(advantages) if normalised else np.nan_to_num(advantages, nan=0.0)
-
-
 def _standardised(values: np.ndarray) -> np.ndarray:
     """Values with mean 0 and standard deviation 1; 0 for NaN, which is not part of either."""
     return np.nan_to_num((values - np.nanmean(values)) / (_deviation(values) + SMALL), nan=0.0)
