@@ -151,6 +151,7 @@ def rows(seed: int = 0) -> Batch:
         "is_random": rng.integers(0, 2, ROWS, dtype=np.int32),
         "encoder_tokens": rng.integers(0, VOCABULARY, (ROWS, READ), dtype=np.int32),
         "encoder_segment_ids": (np.arange(READ) < rng.integers(READ // 2, READ, (ROWS, 1))).astype(np.int32),
+        "padding": np.arange(LENGTH) >= rng.integers(LENGTH - 3, LENGTH + 1, (ROWS, 1)),
     }
 
 

@@ -44,11 +44,11 @@ def mixture(prediction: int = 0, **router: Any) -> DecoderConfig:
 
 def batch_of(labels: str, weight: float) -> Batch:
     """Rows that end with padding of different lengths, and the weights of their labels."""
-    batch = dict(rows())
+    batch = rows()
     text = np.random.default_rng(3).integers(LENGTH // 4, LENGTH + 1, (ROWS, 1))
-    batch["padding"] = np.arange(LENGTH) >= text
-    counts = ~batch["padding"] if labels == "all" else np.arange(LENGTH) == text - 1
-    return batch | {"loss_mask": (counts * weight).astype(np.float32)}
+    padding = np.arange(LENGTH) >= text
+    counts = ~padding if labels == "all" else np.arange(LENGTH) == text - 1
+    return {**batch, "padding": padding, "loss_mask": (counts * weight).astype(np.float32)}
 
 
 class Result(NamedTuple):
