@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -146,6 +147,22 @@ def read_json(path: Path | str, limits: Limits = SETTINGS, *, unique: bool = Tru
     unique: whether a repeated name is an error; otherwise its last value counts, as in other programs.
     """
     return parse_json(read_file(path, limits), unique=unique)
+
+
+def without_mark(data: bytes, where: Path | str) -> bytes:
+    """The first bytes of a text file, without the byte order mark of UTF-8. Raises UserError for UTF-16 and UTF-32."""
+    zeros = "".join("a0"[not byte] for byte in data[:4])  # of ASCII in the wide encodings, with or without a mark
+    if zeros in ("a0a0", "0a0a", "a000", "000a") or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise UserError(f"{where}: is not UTF-8 text but UTF-16 or UTF-32: convert it (iconv -f UTF-16 -t UTF-8).")
+    return data.removeprefix(BOM_UTF8)
+
+
+def utf8_text(data: bytes, where: Path | str) -> str:
+    """The text of a UTF-8 file without byte order mark, with its newlines. Raises UserError for another encoding."""
+    try:
+        return without_mark(data, where).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: byte {error.start} is not UTF-8 text: {error.reason}. Convert the file.") from error
 
 
 def parse_json(text: str | bytes, *, unique: bool = True) -> Any:

@@ -1,13 +1,12 @@
 """A file of prompts, and a file of their answers; imports neither jax nor flax."""
 
 import json
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from megajax.config.errors import UserError
-from megajax.config.read_limits import parse_json
+from megajax.config.read_limits import parse_json, utf8_text
 from megajax.inference.request import Output, TokenScore
 from megajax.storage.write_errors import write_fault
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
@@ -36,12 +35,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     Blank lines are skipped. Raises UserError that names the line.
     """
     try:
-        # Skip a byte order mark, which some systems write.
-        lines = path.read_bytes().removeprefix(BOM_UTF8).decode("utf-8").split("\n")
+        lines = utf8_text(path.read_bytes(), f"--prompts={path}").split("\n")
     except OSError as error:
         raise UserError(f"--prompts={path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts={path}: byte {error.start} is not UTF-8 text: convert the file") from error
     jsonl = path.suffix in (".jsonl", ".ndjson")
     numbered = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:

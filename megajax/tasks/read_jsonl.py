@@ -6,17 +6,16 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
+from megajax.config.read_limits import utf8_text
 from megajax.storage.local_copies import local_file
 
 
 def read_text(path: str) -> str:
     """The text of a UTF-8 file, on a disk or in a store, with its original newlines. Raises UserError, StoreError."""
     try:
-        return local_file(path).read_bytes().decode("utf-8")
+        return utf8_text(local_file(path).read_bytes(), path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}. Give a local file.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8 text: {error.reason}. Convert the file.") from error
 
 
 def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:

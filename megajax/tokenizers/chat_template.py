@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import parse_json, read_file, read_json
+from megajax.config.read_limits import parse_json, read_file, read_json, utf8_text
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Delimit the text in {% generation %} blocks; Unicode reserves these characters for internal use."""
@@ -219,8 +219,8 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
     if source in TEMPLATES:
         return TEMPLATES[source], {}
     try:
-        text = read_file(source).decode("utf-8")
-    except (OSError, UnicodeError) as error:
+        text = utf8_text(read_file(source), f"{setting}={source}")
+    except OSError as error:
         choices = f"neither {', '.join(TEMPLATES)}, nor a template with braces, nor a file that can be read"
         raise UserError(f"{setting}={source!r} is {choices} ({error}).") from error
     if not source.endswith(".json"):

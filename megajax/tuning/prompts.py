@@ -10,6 +10,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.config.read_limits import utf8_text
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
 from megajax.inference.prompts import Prompt, encode
@@ -97,8 +98,8 @@ def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:
     lines = list[PromptLine]()
     for path in cfg.paths:
         try:
-            texts = local_file(path).read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
+            texts = utf8_text(local_file(path).read_bytes(), f"data.paths={path}").split("\n")
+        except OSError as error:
             raise UserError(f"data.paths={path}: cannot be read: {error}") from error
         before = len(lines)
         for number, text in enumerate(texts, start=1):

@@ -12,11 +12,16 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits, OverBudget
+from megajax.data.chat import files as chats
+from megajax.data.language_benchmarks import features
 from megajax.data.preprocessing import text_formats
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.preprocessing.text_files import EachLine, EachParagraph, MarkedLines, WholeFile, find_files
 from megajax.data.preprocessing.text_formats import format_of, partitions
+from megajax.inference.prompts import read_prompts
+from megajax.tasks.read_jsonl import read_text
+from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import NullTokenizerConfig
 from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts
 
@@ -49,6 +54,57 @@ def test_partitions_write_the_same_as_one(corpus, tmp_path, rule):
         partitioned = job(tmp_path, *corpus, rule=RULES[rule], partitions=count, overwrite=True, chunk_bytes=3000)
         assert content(preprocess(partitioned).prefixes[0]) == expected
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
+
+
+MARK = "\ufeff".encode()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("options", [{}, {"chunk_bytes": 8}, {"partitions": 3}])
+def test_a_byte_order_mark_is_not_text(tmp_path, rule, options):
+    """Only at the beginning of a file; pairs of files too."""
+    text = "first\n\n= second\n\ufeffthird\n".encode()
+    for name, data in (("a", text), ("b", MARK + text), ("c", MARK + b"one\ntwo\n")):
+        (tmp_path / f"{name}.txt").write_bytes(data)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(MARK + text))
+    options |= {"rule": RULES[rule], "overwrite": True}
+    expected = content(preprocess(job(tmp_path, tmp_path / "a.txt", **options)).prefixes[0])
+    for name in ("b.txt", "b.txt.gz"):
+        assert content(preprocess(job(tmp_path, tmp_path / name, **options)).prefixes[0]) == expected
+    pairs = replace(sides(tmp_path, "\ufeffeins\nzwei\n", "\ufeffone\ntwo\n"), **options)
+    assert [[bytes(ids) for (ids,) in read(prefix)] for prefix in preprocess(pairs).prefixes] == [
+        [b"eins", b"zwei"], [b"one", b"two"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_wide_encodings_are_refused(tmp_path, encoding, name):
+    (tmp_path / name).write_bytes('{"text": "a"}\n'.encode(encoding))
+    for rule in (EachLine(), WholeFile()):
+        with pytest.raises(UserError, match=rf"{name}: is not UTF-8 text but UTF-16 or UTF-32: convert it"):
+            preprocess(job(tmp_path, tmp_path / name, rule=rule, on_error="skip"))
+    assert not list(tmp_path.glob("out/*"))
+
+
+READERS = {
+    "evaluation": read_text,
+    "prompts": lambda path: [prompt.content for prompt in read_prompts(path)],
+    "benchmarks": lambda path: [line for _, line in features.read_lines(path)],
+    "template": lambda path: ChatTemplate(str(path)).render([]),
+    "conversations": lambda path: [line.rstrip() for _, line in chats._lines(str(path))],
+}
+"""Readers of text files beside those of preprocessing."""
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=[*READERS])
+def test_every_reader_drops_the_mark_and_refuses_wide_encodings(tmp_path, reader):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(MARK + b"text")
+    (tmp_path / "c.txt").write_bytes("text".encode("utf-16"))
+    assert reader(tmp_path / "a.txt") == reader(tmp_path / "b.txt")
+    with pytest.raises(UserError, match=r"c\.txt: is not UTF-8 text but UTF-16"):
+        reader(tmp_path / "c.txt")
 
 
 def test_partitions_of_json_lines_in_processes(tmp_path):

@@ -42,9 +42,10 @@ def write(path: Path, texts: list[str]) -> None:
                     name, data = (
                         (f"{number}.txt", text) if number % 2 else (f"{number}.json", json.dumps({"text": text}))
                     )
+                    stored = data.encode("utf-8-sig" if number % 4 else "utf-8")  # a byte order mark is not text
                     info = tarfile.TarInfo(name)
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data.encode()))
+                    info.size = len(stored)
+                    tar.addfile(info, io.BytesIO(stored))
         case "array_record":
             writer = ArrayRecordWriter(str(path), "group_size:1")
             for text in texts:

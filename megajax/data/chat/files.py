@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.config.read_limits import without_mark
 from megajax.data.preprocessing.text_files import open_text
 from megajax.storage.index_cache import Arrays, content_digest, content_key, load_or_build
 from megajax.storage.local_copies import local_file
@@ -279,7 +280,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, numbered from 1."""
     with open_text(str(local_file(path))) as (stream, _):
         for number, line in enumerate(stream, 1):
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            text = without_mark(line, path) if number == 1 else line
             if text.strip():
                 yield number, text
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.config.read_limits import utf8_text
 from megajax.data.language_benchmarks.config import BenchmarkConfig
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.shuffled_items import ItemRows, RowOrder, splits_from_items
@@ -153,11 +154,9 @@ def clean_text(text: str) -> str:
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, line) of a file of UTF-8 text. Raises UserError."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = utf8_text(path.read_bytes(), path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}. Give the folder in data.path.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8 text: {error.reason}. Convert the file.") from error
     lines = text.split("\n")
     for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
         yield number, line.removesuffix("\r")

@@ -330,12 +330,13 @@ def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
     tokenizer = _build_tokenizer(job.tokenizer)
     dtype = token_dtype(tokenizer.vocabulary_size)
     if chunk.piece:
+        data = chunk.text(0, chunk.data)
         try:
-            piece = tokenizer.encode_bytes(chunk.data).astype(dtype)
+            piece = tokenizer.encode_bytes(data).astype(dtype)
         except UserError as error:
             raise UserError(f"{chunk.file.path}: {error}") from error
         piece.tofile(prefix)
-        return _Result(Counts(stored=chunk.stored, text=len(chunk.data), tokens=len(piece)), prefix, piece=True)
+        return _Result(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
     text, tokens, skipped, fault = 0, [], 0, None
     kind = _format(job, chunk.file)
     encoder = _Encoder(tokenizer, job.append_eod, split_sentences if job.split_sentences else None)

@@ -18,6 +18,7 @@ from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
+from megajax.config.read_limits import without_mark
 
 
 class DocumentRule(Protocol):
@@ -141,6 +142,13 @@ class Chunk:
     second: bytes = b""
     piece: bool = False
     is_last: bool = True
+
+    def text(self, place: int, data: bytes, path: str | None = None) -> bytes:
+        """Bytes of `path`, which begin at byte `place` of the chunk, without a byte order mark at the file's beginning.
+
+        Raises UserError for a file in UTF-16.
+        """
+        return data if self.start + place else without_mark(data, path or self.file.path)
 
     def line_number(self, offset: int) -> int:
         """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""

@@ -97,7 +97,7 @@ class PlainText(TextFormat):
             position += len(line)
             previous = line
         for start, stop in pairwise([*starts, position]):
-            if stop > start and (document := self.rule.trim(chunk.data[start:stop])) is not None:
+            if stop > start and (document := self.rule.trim(chunk.text(start, chunk.data[start:stop]))) is not None:
                 yield start, document
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
@@ -120,7 +120,7 @@ class JsonLines(TextFormat):
         offset = 0
         for line in io.BytesIO(chunk.data):
             if line.strip():
-                yield offset, line.removeprefix(b"\xef\xbb\xbf") if chunk.start == offset == 0 else line
+                yield offset, chunk.text(offset, line)
             offset += len(line)
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
@@ -234,7 +234,7 @@ class LinePairs(TextFormat):
     def rows(self, chunk: Chunk) -> Iterator[tuple[int, Any]]:
         place = 0
         for source, target in zip(io.BytesIO(chunk.data), io.BytesIO(chunk.second), strict=True):
-            yield place, (source, target)
+            yield place, (chunk.text(place, source), chunk.text(place, target, chunk.file.second))
             place += len(source)
 
     def texts(self, row: Any) -> tuple[bytes, ...]:

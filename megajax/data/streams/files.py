@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from megajax.config.errors import UserError
 from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import parse_json
+from megajax.config.read_limits import parse_json, without_mark
 from megajax.data.preprocessing.text_files import unpacked
 from megajax.mesh.processes.peers import Peers
 from megajax.mesh.processes.reading_once import read_by_first
@@ -160,7 +160,7 @@ class WebDataset:
             for member in tar:
                 if member.isfile() and member.name.endswith((".txt", ".json")):
                     content: Any = tar.extractfile(member)
-                    data = content.read()
+                    data = without_mark(content.read(), f"{self._source.name}, {member.name}")
                     texts.append(data if member.name.endswith(".txt") else parse_json(data)[self._key])
         return texts
 
