@@ -43,7 +43,7 @@ from megajax.inference.sampling_settings import Sampling
 from megajax.inference.scheduler import DIGEST, KEY, Pool, Scheduler, replica_for
 from megajax.inference.speculation.earlier_text import EarlierText
 from megajax.inference.statistics import Statistics
-from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.base import Tokenizer, end_tokens_of
 
 LOG = logging.getLogger(__name__)
 
@@ -457,8 +457,3 @@ class Engine:
         self._errors += active.faults - faults
         if failed or not active.sequences:
             del self._active[self._open.pop(active.request.identifier)]
-
-
-def end_tokens_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a tokenizer's texts."""
-    return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)})

@@ -1,8 +1,9 @@
 """A file of prompts, and a file of their answers; imports neither jax nor flax."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from megajax.config.errors import UserError
@@ -11,9 +12,7 @@ from megajax.inference.request import Output, TokenScore
 from megajax.storage.write_errors import write_fault
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.tokenizers.chat_template import TemplateMisfit
-from megajax.tokenizers.conversation import Conversation
-
-ROLES = ("system", "user", "assistant", "tool")
+from megajax.tokenizers.conversation import Conversation, template_message
 
 
 class Prompt(NamedTuple):
@@ -23,6 +22,8 @@ class Prompt(NamedTuple):
     """File and line, for messages."""
     content: str | list[int] | list[dict[str, Any]]
     """A text, token ids, or the messages of a conversation."""
+    variables: Mapping[str, Any] = MappingProxyType({})
+    """More variables of the chat template, such as `tools`."""
 
     @property
     def is_conversation(self) -> bool:
@@ -30,7 +31,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Each line is a prompt; in .jsonl files an object with `prompt`, a text or token ids, or `messages`.
+    """Each line is a prompt; in .jsonl files an object with `prompt`, a text or token ids, or `messages` and `tools`.
 
     Blank lines are skipped. Raises UserError that names the line.
     """
@@ -42,10 +43,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     numbered = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"--prompts={path}: has no prompts: write one in each line")
-    return [Prompt(where, _content(line, where) if jsonl else line.rstrip("\r")) for where, line in numbered]
+    return [_prompt(line, where) if jsonl else Prompt(where, line.rstrip("\r")) for where, line in numbered]
 
 
-def _content(line: str, where: str) -> Any:
+def _prompt(line: str, where: str) -> Prompt:
     """The prompt of a line. Raises UserError if the line is not a prompt."""
     forms = 'expected {"prompt": "text"}, {"prompt": [1, 2, 3]} or {"messages": [{"role": "user", "content": "text"}]}'
     try:
@@ -54,21 +55,30 @@ def _content(line: str, where: str) -> Any:
         raise UserError(f"{where}: is not valid JSON: {error}; {forms}") from error
     if not isinstance(value, dict) or len(value.keys() & {"prompt", "messages"}) != 1:
         raise UserError(f"{where}: {forms}")
-    if unknown := value.keys() - {"prompt", "messages"}:
+    if unknown := value.keys() - ({"messages", "tools"} if "messages" in value else {"prompt"}):
         raise UserError(f"{where}: unknown field {min(unknown)!r}; {forms}")
     content = value.get("prompt", value.get("messages"))
     if "prompt" in value:
         ids = isinstance(content, list) and content and all(type(token) is int and token >= 0 for token in content)
         valid = isinstance(content, str) or ids
     else:
-        valid = isinstance(content, list) and bool(content) and all(map(_is_message, content))
+        valid = isinstance(content, list) and bool(content)
     if not valid:
-        raise UserError(f"{where}: {forms}; roles are {', '.join(ROLES)}")
-    return content
+        raise UserError(f"{where}: {forms}")
+    prompt = Prompt(where, content, {"tools": value["tools"]} if "tools" in value else {})
+    demand_messages(prompt)
+    return prompt
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+def demand_messages(prompt: Prompt) -> None:
+    """Raises UserError for messages that no template takes."""
+    for number, message in enumerate(prompt.content if prompt.is_conversation else (), start=1):
+        try:
+            content = template_message(message, f"message {number}")["content"]
+        except ValueError as error:
+            raise UserError(f"{prompt.where}: {error}") from error
+        if not isinstance(content, str):
+            raise UserError(f"{prompt.where}: the content of message {number} has parts other than texts")
 
 
 def encode(
@@ -84,7 +94,7 @@ def encode(
     if not prompt.is_conversation:
         return tuple(content)
     try:
-        return tuple(demand_conversation(conversation, prompt.where).encode(content))
+        return tuple(demand_conversation(conversation, prompt.where).encode(content, variables=prompt.variables))
     except TemplateMisfit as error:
         raise UserError(f"{prompt.where}: {error}") from error
 

@@ -17,7 +17,7 @@ from megajax.config.hints import listed
 from megajax.config.read_limits import read_json
 from megajax.inference.assembly import encoder_engine, for_steps, make_engine
 from megajax.inference.config import GenerationConfig
-from megajax.inference.engine import Engine, end_tokens_of
+from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel, demand_shapes, load_weights, stored_specs
 from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
@@ -33,7 +33,7 @@ from megajax.mesh.replicated_heads import with_copied_heads
 from megajax.mesh.rules import Plan
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
-from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.base import Tokenizer, end_tokens_of
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
 from megajax.training.check_compiler_options import inference_options

@@ -242,9 +242,8 @@ def folder_pooling(folder: Path | None) -> Pooling | None:
 
 
 def folder_stop_tokens(folder: Path | None) -> frozenset[int]:
-    """Ids that end an answer, from generation_config.json in a tokenizer's folder: chat models have several."""
-    ids = _generation_settings(folder).get("eos_token_id")
-    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)
+    """Ids that end an answer, by the model's files in a tokenizer's folder."""
+    return frozenset() if folder is None else resolve("megajax.tokenizers.base:stop_tokens")(folder)
 
 
 def _generation_settings(folder: Path | None) -> Mapping[str, Any]:

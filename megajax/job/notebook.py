@@ -7,10 +7,11 @@ import jax
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_of_run, engine_refusal
 from megajax.inference.config import InferenceConfig, InferenceParallelConfig
-from megajax.inference.engine import Engine, end_tokens_of
+from megajax.inference.engine import Engine
 from megajax.inference.prompts import Prompt, encode
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
+from megajax.tokenizers.base import end_tokens_of
 from megajax.training import session
 from megajax.training.check_compiler_options import inference_options
 from megajax.training.run_config import RunConfig

@@ -1,7 +1,7 @@
 """The interface of tokenizers, byte-pair encodings, and helpers to read their files."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,7 @@ class Tokenizer(Protocol):
         sentinels: ids of <extra_id_0>, <extra_id_1>, …, which replace masked spans in T5's texts.
         prefix: ids that by default precede a text that a model reads, such as the beginning of a sequence; `encode`
             does not add them.
+        ends: ids that end an answer besides `eod`, as the model's files say.
         suffix: ids that by default follow a text that is embedded, such as the end of a sequence.
         table: bytes of each id, None for an id without a token, if a text is the concatenated bytes of its tokens, as
             UTF-8; empty for other decoders.
@@ -41,6 +42,7 @@ class Tokenizer(Protocol):
     sentinels: Sequence[int] = ()
     prefix: Sequence[int] = ()
     suffix: Sequence[int] = ()
+    ends: Collection[int] = ()
     table: Sequence[bytes | None] = ()
     continues: np.ndarray | None = None
 
@@ -214,6 +216,26 @@ def with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Ids of a text with the tokenizer's prefix, int32 [N], which is not added twice."""
     ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int32)
     return ids if np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
+
+
+def end_tokens_of(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end texts and answers: the end of a document, and those that the model's files name."""
+    return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod), *tokenizer.ends})
+
+
+def stop_tokens(folder: Path) -> frozenset[int]:
+    """The tokens that end an answer by generation_config.json of a folder, or else by its config.json, as in
+    transformers; chat models have several. None without a file that can be read."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            settings = read_limits.read_json(folder / name, unique=False)
+        except (OSError, ValueError):
+            continue
+        parts = (settings, settings.get("text_config")) if isinstance(settings, dict) else ()
+        for ids in (part.get("eos_token_id") for part in parts if isinstance(part, dict)):
+            if tokens := frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int):
+                return tokens
+    return frozenset()
 
 
 def start_token(tokenizer: Tokenizer) -> int:

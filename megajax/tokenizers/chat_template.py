@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -10,6 +11,8 @@ from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import parse_json, read_file, read_json, utf8_text
 
+CUT = "\ufdd3"
+"""Stands for the content of a message to find its place in a text; reserved for internal use like BEGIN and END."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Delimit the text in {% generation %} blocks; Unicode reserves these characters for internal use."""
 
@@ -64,6 +67,13 @@ def _weights_of_marks(messages: Messages, marks: int) -> list[float]:
 
 class TemplateMisfit(Exception):
     """A conversation that the template rejects, or whose answers cannot be found in the rendered text."""
+
+
+NOT_FOUND = (
+    "the chat template renders the first messages of this conversation differently from the whole, so answers cannot "
+    "be separated from prompts: mark them in the template with {% generation %} … {% endgeneration %}, or set "
+    "data.loss=all"
+)
 
 
 class ChatTemplate:
@@ -123,11 +133,12 @@ class ChatTemplate:
             raise TemplateMisfit(f"the chat template refuses this conversation: {error}") from error
 
     def parts(self, messages: Messages, **more: Any) -> list[Part]:
-        """The text of a conversation, in pieces. Answers are the {% generation %} blocks. Without that tag, an answer
-        is the text that a message of the assistant adds after the earlier messages and the header of an answer.
+        """The text of a conversation, in pieces: other text and an answer in turn, then other text. Answers are the
+        {% generation %} blocks. Without that tag, an answer is the text that a message of the assistant adds after the
+        earlier messages and the header of an answer: its content, and what the template writes to end it.
 
         Raises:
-            TemplateMisfit: as `render`; or the text of the first messages is not a prefix of the whole text.
+            TemplateMisfit: as `render`; or answers cannot be found in the text.
         """
         text = self._render_marked(messages, False, more)
         if self._marked:
@@ -140,27 +151,73 @@ class ChatTemplate:
         parts, end_before = [], 0
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
-                begin = self._answer_begins(text, messages[:place], more)
-                rest = messages[place + 1 :]
-                end = self._length(text, self.render(messages[: place + 1], **more)) if rest else len(text)
+                begin = self._answer_begins(text, messages, place, more)
+                end = self._answer_ends(text, messages, place, more)
+                if not end_before <= begin <= end:
+                    raise TemplateMisfit(NOT_FOUND)
                 parts += [Part(text[end_before:begin], 0), Part(text[begin:end], weight_of(message))]
                 end_before = end
         return [*parts, Part(text[end_before:], 0)]
 
-    def _answer_begins(self, text: str, before: Messages, more: Mapping[str, Any]) -> int:
-        if not before:
-            return 0
-        prompt = self.render(before, prompt=True, **more)
-        return len(prompt) if text.startswith(prompt) else self._length(text, self.render(before, **more))
+    def learned_header(self) -> str:
+        """What a template without a header of answers for prompts writes before an answer, which the model learns."""
+        header, before, _ = self._frame
+        return "" if self._marked or header or not before.strip() else before
 
-    def _length(self, text: str, beginning: str) -> int:
-        if not text.startswith(beginning):
-            raise TemplateMisfit(
-                "the chat template renders the first messages of this conversation differently from the whole, so "
-                "answers cannot be separated from prompts: mark them in the template with {% generation %} … "
-                "{% endgeneration %}, or set data.loss=all"
-            )
-        return len(beginning)
+    def _answer_begins(self, text: str, messages: Messages, place: int, more: Mapping[str, Any]) -> int:
+        """The end of the prompt of a message. If the whole text does not begin with the prompt, as for the first
+        message, that of the header before the content."""
+        if place and (length := self._shared(text, messages[:place], more, prompt=True)):
+            return length
+        head, _ = self._around(text, messages, place, more)
+        header, lead, _ = self._frame
+        # What the earlier messages contain is not searched for the header.
+        least = len(text) - len(self._around(text, messages, place - 1, more)[1]) if place else 0
+        place_of_header = head.find(header, least) if header else -1
+        lead = lead if place and not header and head.endswith(lead) else ""
+        begin = len(head) - len(lead) if place_of_header < 0 else place_of_header + len(header)
+        if not text.startswith(head[:begin]):
+            raise TemplateMisfit(NOT_FOUND)
+        return begin
+
+    def _answer_ends(self, text: str, messages: Messages, place: int, more: Mapping[str, Any]) -> int:
+        """The end of the text of the first messages. If the whole text does not begin with it, that of the text after
+        the content of the last one."""
+        if place == len(messages) - 1:
+            return len(text)
+        if length := self._shared(text, messages[: place + 1], more):
+            return length
+        end, after = len(text) - len(self._around(text, messages, place, more)[1]), self._frame[2]
+        return end + len(after) * text.startswith(after, end)
+
+    def _shared(self, text: str, messages: Messages, more: Mapping[str, Any], *, prompt: bool = False) -> int:
+        """Length of the text of the first messages; 0 if the whole text does not begin with it, or there is none."""
+        try:
+            beginning = self.render(messages, prompt=prompt, **more)
+        except TemplateMisfit:
+            return 0
+        return len(beginning) * text.startswith(beginning)
+
+    def _around(self, text: str, messages: Messages, place: int, more: Mapping[str, Any]) -> tuple[str, str]:
+        """The text before and after the content of a message, of which the latter ends the whole text. Raises
+        TemplateMisfit if the template does not show the content, or other text depends on it."""
+        shell = [*messages[:place], {**messages[place], "content": CUT}, *messages[place + 1 :]]
+        head, cut, tail = self.render(shell, **more).partition(CUT)
+        if not cut or CUT in tail or CUT in text or not text.endswith(tail):
+            raise TemplateMisfit(NOT_FOUND)
+        return head, tail
+
+    @cached_property
+    def _frame(self) -> tuple[str, str, str]:
+        """(The header of an answer for prompts, the text between a prompt and the content, the text after it) in a
+        conversation of a question and an answer; empty for a template that refuses it."""
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": CUT}
+        try:
+            before, prompt = (self.render([question], prompt=header) for header in (False, True))
+            head, _, after = self.render([question, answer]).partition(CUT)
+        except TemplateMisfit:
+            return "", "", ""
+        return prompt.removeprefix(before), head.removeprefix(prompt) if head.startswith(prompt) else "", after
 
 
 def _sandbox() -> Any:

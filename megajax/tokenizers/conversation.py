@@ -1,20 +1,142 @@
-"""Tokens of a conversation as a prompt of a model."""
+"""Tokens of a conversation: the one conversion for training, prompts of rollouts, evaluation and the server."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
-from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit
+import numpy as np
+
+from megajax.tokenizers.base import Tokenizer, end_tokens_of
+from megajax.tokenizers.chat_template import CUT, ChatTemplate, Part, TemplateMisfit
 
 MARK = "\ufdd2"
 """Inserted into names of special tokens within messages; Unicode reserves it for internal use."""
-CUT = "\ufdd3"
-"""Ends a message that the answer continues; reserved like MARK."""
 IMAGE = "\ufdd4"
 """Stands for an image within a message; reserved like MARK."""
 SHOWS_PARTS = re.compile(r"""['"]image['"]""")
 """What a template contains that shows the images of messages itself, from contents that are lists of parts."""
+
+
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+ROLES |= {"developer": "system", "human": "user", "gpt": "assistant"}
+"""Roles of messages and the names that other programs have for them -> role."""
+
+
+class UnknownRole(ValueError):
+    """A message of no known role."""
+
+
+def template_message(message: Any, name: str = "a message") -> dict[str, Any]:
+    """A message of any program as templates take it: `role` and `content`, calls with arguments as objects. A content
+    of texts is joined to one; one with images stays a list of parts. name: of the message, for errors.
+
+    Raises ValueError, and UnknownRole.
+    """
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} is a {type(message).__name__}, not an object")
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise UnknownRole(f"{name} has the role {role!r}; known roles are {', '.join(ROLES)}")
+    calls = message.get("tool_calls")
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str | list) and not (content is None and calls):
+        kind = "missing" if content is None else type(content).__name__
+        raise ValueError(f"the content of {name} is {kind}, not a string")
+    more = {"tool_calls": [_template_call(call) for call in calls]} if isinstance(calls, list) else {}
+    # The template of gpt-oss has another name for reasoning.
+    more |= {"thinking": message["reasoning_content"]} if "reasoning_content" in message else {}
+    return {**message, "role": ROLES[role.lower()], "content": content or "", **more}
+
+
+def _template_call(call: Any) -> Any:
+    """A call of a function, with its arguments as an object if they are the text of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class MarkedText:
+    """Text with marks within names of special tokens, to tokens.
+
+    A name without a mark is the special token. A marked one is ordinary text.
+
+    Args:
+        tokenizer: of the model.
+        names_are_text: False: nothing is marked, for messages of known origin.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, names_are_text: bool = True):
+        self.tokenizer, self._controls = tokenizer, tokenizer.controls() if names_are_text else {}
+        # A mark cannot be inserted into names of one character; no vocabulary has such special tokens.
+        names = sorted((name for name in self._controls if len(name) > 1), key=len, reverse=True)
+        either = "|".join(map(re.escape, names))
+        self._names, self._plain = re.compile(either) if names else None, tokenizer.plain() if names else tokenizer
+        self._first_letters = re.compile(f"(?=(?:{either}))(.)", re.DOTALL) if names else None
+
+    def mark(self, value: Any) -> Any:
+        """The value with MARK only within names of special tokens, in all of its texts."""
+        if isinstance(value, Mapping):
+            return {self.mark(key): self.mark(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(part) for part in value]
+        if not isinstance(value, str):
+            return value
+        value = value.replace(MARK, "").replace(CUT, "").replace(IMAGE, "")
+        return value if self._first_letters is None else self._first_letters.sub(rf"\1{MARK}", value)
+
+    def has_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a message contains the name of a special token, which is ordinary text."""
+        return self._names is not None and self._names.search(json.dumps(messages, ensure_ascii=False)) is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text with marks."""
+        if self._names is None or MARK not in text:
+            return self.tokenizer.encode(text).tolist() if text else []
+        tokens, position = [], 0
+        for match in self._names.finditer(text):
+            tokens += [*self._text(text[position : match.start()]), self._controls[match[0]]]
+            position = match.end()
+        return tokens + self._text(text[position:])
+
+    def tokenize(self, parts: Sequence[Part], *, next_marker: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(Tokens of the whole text of parts, int32 [n]; their weights in the loss, float32 [n]).
+
+        A token that begins before an answer and ends in it belongs to the answer. A token that begins in an answer and
+        ends after it does not.
+
+        next_marker: the token after an answer has the weight of the answer if it is one that stops generation, and the
+        answer has none: so a template ends answers that writes nothing after them, as GLM's.
+        """
+        pieces = [self.encode(part.text) for part in parts]
+        apart = [token for piece in pieces for token in piece]
+        tokens = self.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
+        if apart == tokens:
+            ends = [*accumulate(map(len, pieces))]
+        else:  # Tokens that a prefix of the text shares with the whole text end before the end of the prefix.
+            texts = accumulate(part.text for part in parts)
+            ends = [*accumulate((_shared(self.encode(text), tokens) for text in texts), max)]
+        weights, stops = (
+            np.zeros(len(tokens), np.float32),
+            end_tokens_of(self.tokenizer) if next_marker else frozenset(),
+        )
+        for part, (first, last) in zip(parts, pairwise([0, *ends]), strict=True):
+            if part.weight:
+                weights[first:last] = part.weight
+                marker = stops.intersection(tokens[last : last + 1])
+                if stops.isdisjoint(tokens[first:last]):
+                    weights[last : last + len(marker)] = part.weight
+        return np.array(tokens, np.int32), weights
+
+    def _text(self, text: str) -> list[int]:
+        return self._plain.encode(text.replace(MARK, "")).tolist() if text else []
 
 
 class Conversation:
@@ -26,16 +148,11 @@ class Conversation:
     Args:
         template: renders the text.
         tokenizer: of the model.
+        names_are_text: see `MarkedText`.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
-        self._template, self._tokenizer, self._plain = template, tokenizer, tokenizer.plain()
-        self._controls = tokenizer.controls()
-        # A mark cannot be inserted into names of one character; no vocabulary has such special tokens.
-        names = sorted((name for name in self._controls if len(name) > 1), key=len, reverse=True)
-        either = "|".join(map(re.escape, names))
-        self._names = re.compile(either) if names else None
-        self._first_letters = re.compile(f"(?=(?:{either}))(.)", re.DOTALL) if names else None
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, *, names_are_text: bool = True):
+        self._template, self.texts = template, MarkedText(tokenizer, names_are_text=names_are_text)
 
     @property
     def template(self) -> str:
@@ -51,7 +168,8 @@ class Conversation:
         variables: Mapping[str, Any] | None = None,
         image_token: int | None = None,
     ) -> list[int]:
-        """Tokens of messages with a `role` and a `content`: a text, or parts {type: text, text: ...} and {type: image}.
+        """Tokens of a prompt: of messages with a `role` and a `content`, a text, or parts {type: text, text: ...} and
+        {type: image}; see `template_message`.
 
         image_token: the token at the place of each image; None: messages are texts.
 
@@ -61,33 +179,53 @@ class Conversation:
         Raises:
             TemplateMisfit: the template rejects the messages, or does not show the text of the last one.
         """
-        marked = [self._mark_special_names(dict(message)) for message in messages]
+        marked = self._marked(messages)
         if image_token is not None:
             marked = [{**message, "content": self._with_images(message["content"])} for message in marked]
         if continued:
             content = marked[-1]["content"]
             end: Any = CUT if isinstance(content, str) else [{"type": "text", "text": CUT}]
             marked[-1]["content"] = content + end
-        text = self._template.render(marked, prompt=header, **self._mark_special_names(dict(variables or {})))
+        text = self._template.render(marked, prompt=header, **self.texts.mark(variables or {}))
         if continued:
             text, cut, _ = text.rpartition(CUT)
             if not cut:
                 raise TemplateMisfit("the chat template does not show the text of the last message: it cannot go on")
         first, *others = text.split(IMAGE)
-        tokens = self._encode(first)
+        tokens = self.texts.encode(first)
         for part in others:
-            tokens += [*[token for token in (image_token,) if token is not None], *self._encode(part)]
+            tokens += [*[token for token in (image_token,) if token is not None], *self.texts.encode(part)]
         return tokens
 
-    def _encode(self, text: str) -> list[int]:
-        """Tokens of a rendered text, with marks."""
-        if self._names is None or MARK not in text:
-            return self._tokenizer.encode(text).tolist() if text else []
-        tokens, position = [], 0
-        for match in self._names.finditer(text):
-            tokens += [*self._text(text[position : match.start()]), self._controls[match[0]]]
-            position = match.end()
-        return tokens + self._text(text[position:])
+    def parts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        answers: bool = True,
+        image: str | None = None,
+    ) -> list[Part]:
+        """The text of a conversation to learn from, for `MarkedText.tokenize`; see `ChatTemplate.parts`.
+
+        answers: False: all of it is learned. image: in contents, what stands for an image; in the result it is IMAGE.
+
+        Raises TemplateMisfit.
+        """
+        marked, more = self._marked(messages, image), self.texts.mark(variables or {})
+        return self._template.parts(marked, **more) if answers else [Part(self._template.render(marked, **more), 1)]
+
+    def _marked(self, messages: Sequence[Mapping[str, Any]], image: str | None = None) -> list[dict[str, Any]]:
+        """Messages for the template. Raises TemplateMisfit for something else."""
+        marked = []
+        for message in messages:
+            try:
+                whole = template_message(message)
+            except ValueError as error:
+                raise TemplateMisfit(str(error)) from error
+            marked.append(self.texts.mark(whole))
+            if image is not None:
+                marked[-1]["content"] = IMAGE.join(map(self.texts.mark, whole["content"].split(image)))
+        return marked
 
     def _with_images(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content of a message as the template takes it. In a text, images come before it, on a line of their own,
@@ -112,16 +250,9 @@ class Conversation:
         between = parts[2] if len(parts) == 4 else ""
         return tuple(dict.fromkeys(end for end in (between.partition("\n")[0].strip(), between) if end.strip()))
 
-    def _mark_special_names(self, value: Any) -> Any:
-        """The value with MARK only within names of special tokens, in all of its texts."""
-        if isinstance(value, dict):
-            return {self._mark_special_names(key): self._mark_special_names(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._mark_special_names(part) for part in value]
-        if not isinstance(value, str):
-            return value
-        value = value.replace(MARK, "").replace(CUT, "").replace(IMAGE, "")
-        return value if self._first_letters is None else self._first_letters.sub(rf"\1{MARK}", value)
 
-    def _text(self, text: str) -> list[int]:
-        return self._plain.encode(text.replace(MARK, "")).tolist() if text else []
+def _shared(beginning: Sequence[int], tokens: Sequence[int]) -> int:
+    """Number of tokens before the first that differs."""
+    size = min(len(beginning), len(tokens))
+    differ = np.flatnonzero(np.array(beginning[:size]) != np.array(tokens[:size]))
+    return int(differ[0]) if len(differ) else size

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megajax.tokenizers.base import (
     local_path,
     read_file,
     sentinels_of,
+    stop_tokens,
     usual_specials,
 )
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
@@ -84,6 +86,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.sentinels = sentinels_of(vocabulary)
         self.suffix = tuple(number for number, _ in takewhile(itemgetter(1), reversed(self._marks())))[::-1]
         self.prefix = self._prefix(os.path.join(os.path.dirname(path), "tokenizer_config.json"))
+        self.ends = {token for token in stop_tokens(Path(path).parent) if token < self.vocabulary_size}
         if isinstance(self.engine.decoder, tokenizers.decoders.ByteLevel):
             self.table = byte_level_table(vocabulary, self.vocabulary_size)
         if isinstance(self.engine.model, tokenizers.models.WordPiece):

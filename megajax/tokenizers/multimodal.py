@@ -35,7 +35,7 @@ class MultimodalTokenizer(Tokenizer):
                 number, self.vocabulary_size = self.vocabulary_size, self.vocabulary_size + 1
             self.specials[role], self._names[number] = number, token
         self.eod, self.pad = self.base.eod, self.base.pad
-        self.prefix, self.suffix = self.base.prefix, self.base.suffix
+        self.prefix, self.suffix, self.ends = self.base.prefix, self.base.suffix, self.base.ends
         self.sentinels, self.continues = self.base.sentinels, self.base.continues
         if self.continues is not None:
             self.continues = np.append(self.continues, np.zeros(self.vocabulary_size - len(self.continues), bool))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from megajax.config.errors import UserError
 from megajax.config.read_limits import utf8_text
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
-from megajax.inference.prompts import Prompt, encode
+from megajax.inference.prompts import Prompt, demand_messages, encode
 from megajax.storage.local_copies import local_file
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -80,7 +80,8 @@ def build_splits(cfg: RolloutsConfig, *, tokenizer: Tokenizer, schema: Schema, r
 def build_digit_sums(cfg: DigitSumsConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """`build_splits` of digit sums. Raises UserError for a tokenizer that needs more tokens than a prompt may have."""
     del schema
-    lines = [prompt_line(cfg, tokenizer, row, "digit sums") for row in digit_sums.lines()]
+    encoder = _Encoder(cfg, tokenizer)
+    lines = [encoder(row, "digit sums") for row in digit_sums.lines()]
     return Splits(PromptSource(cfg, lines, rows.train, seed), None, None)
 
 
@@ -95,7 +96,7 @@ def model_files(source: str) -> list[str]:
 
 def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:
     """The prompts of all files. Raises UserError that names the line."""
-    lines = list[PromptLine]()
+    lines, encoder = list[PromptLine](), _Encoder(cfg, tokenizer)
     for path in cfg.paths:
         try:
             texts = utf8_text(local_file(path).read_bytes(), f"data.paths={path}").split("\n")
@@ -104,31 +105,39 @@ def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:
         before = len(lines)
         for number, text in enumerate(texts, start=1):
             if text.strip():
-                lines.append(_line(cfg, tokenizer, text, f"{path}, line {number}"))
+                lines.append(_line(encoder, text, f"{path}, line {number}"))
         if len(lines) == before:
             raise UserError(f"data.paths={path}: has no prompts; {FORMS} in each line")
     return lines
 
 
-def _line(cfg: RolloutsConfig, tokenizer: Tokenizer, text: str, where: str) -> PromptLine:
+def _line(encoder: "_Encoder", text: str, where: str) -> PromptLine:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is not valid JSON ({error}); {FORMS}") from error
-    return prompt_line(cfg, tokenizer, row, where)
+    return encoder(row, where)
 
 
-def prompt_line(cfg: RolloutsConfig, tokenizer: Tokenizer, row: Any, where: str) -> PromptLine:
-    """The prompt of a line. Raises UserError, which begins with `where`."""
-    content = row.get("prompt") if isinstance(row, dict) else None
-    kinds = {type(item) for item in content} if isinstance(content, list) else {type(content)}
-    if not content or kinds not in ({str}, {int}, {dict}) or (isinstance(content, list) and kinds == {str}):
-        raise UserError(f"{where}: {FORMS}")
-    conversation = Conversation(ChatTemplate(cfg.template), tokenizer) if kinds == {dict} else None
-    tokens = encode(Prompt(where, content), tokenizer, conversation)
-    if len(tokens) > cfg.prompt_tokens:
-        raise UserError(
-            f"{where}: the prompt has {len(tokens):,} tokens, data.prompt_tokens is {cfg.prompt_tokens:,}: raise it, "
-            "or shorten the prompt"
-        )
-    return PromptLine(row, tokens)
+class _Encoder:
+    """Makes prompts of the objects of lines."""
+
+    def __init__(self, cfg: RolloutsConfig, tokenizer: Tokenizer):
+        self._cfg, self._tokenizer = cfg, tokenizer
+        self._conversation = cache(lambda: Conversation(ChatTemplate(cfg.template), tokenizer))
+
+    def __call__(self, row: Any, where: str) -> PromptLine:
+        """The prompt of a line. Raises UserError, which begins with `where`."""
+        cfg, content = self._cfg, row.get("prompt") if isinstance(row, dict) else None
+        kinds = {type(item) for item in content} if isinstance(content, list) else {type(content)}
+        if not content or kinds not in ({str}, {int}, {dict}) or (isinstance(content, list) and kinds == {str}):
+            raise UserError(f"{where}: {FORMS}")
+        prompt = Prompt(where, content, {"tools": row["tools"]} if "tools" in row else {})
+        demand_messages(prompt)
+        tokens = encode(prompt, self._tokenizer, self._conversation() if prompt.is_conversation else None)
+        if len(tokens) > cfg.prompt_tokens:
+            raise UserError(
+                f"{where}: the prompt has {len(tokens):,} tokens, data.prompt_tokens is {cfg.prompt_tokens:,}: raise "
+                "it, or shorten the prompt"
+            )
+        return PromptLine(row, tokens)

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from megajax.batch import SAMPLE, Batch, Params
 from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_layout, engine_of_run, model_refusal
-from megajax.inference.engine import Engine, end_tokens_of
+from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
@@ -32,6 +32,7 @@ from megajax.kernels.attention.tiles import TILE
 from megajax.mesh.named_shardings import replicated, unsharded_rows
 from megajax.mesh.processes.peers import Peers
 from megajax.models.answers.advantages import group_advantages, total_reward
+from megajax.tokenizers.base import end_tokens_of
 from megajax.training.check_compiler_options import inference_options
 from megajax.training.program import Program
 from megajax.training.scoring import placed_rows

@@ -162,11 +162,15 @@ def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
         rows[60]
 
 
-def test_a_line_may_hold_several_conversations(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("packing", "conversations"), [("best_fit", 1), ("balanced", 1), ("lines", 2)])
+def test_a_system_message_cuts_a_line_for_rows_of_lines_alone(tmp_path: Path, packing: str, conversations: int) -> None:
+    """As in Megatron-LM, whose lines may hold several conversations; otherwise later messages see earlier ones."""
     line = {"messages": chat("a", "b", "S")["messages"] + chat("c", "d", "T")["messages"]}
-    row = splits(write(tmp_path / "c", [line]), 80).train[0]
-    assert text(row["tokens"]).rstrip("|").count("|") == 1
-    assert row["segment_ids"].max() == 2, "two conversations and padding"
+    row = splits(write(tmp_path / "c", [line]), 80, packing=packing).train[0]
+    assert text(row["tokens"]).rstrip("|").count("|") == conversations - 1
+    assert row["segment_ids"].max() == conversations, "the conversations and padding"
+    learned = text(row["labels"][row["loss_mask"] > 0])
+    assert learned == ("b\n|d\n|" if packing == "lines" else "b\nd\n|")
 
 
 def test_names_of_other_programs(tmp_path: Path) -> None:

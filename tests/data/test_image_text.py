@@ -126,6 +126,13 @@ def parted(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "x"}]}
 
 
+def test_a_system_message_in_the_middle_does_not_cut_a_conversation(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "system", "assistant")]
+    row = build(lines(tmp_path, {"image": "red.png", "messages": messages}), length=128).train[0]
+    said = "".join(map(chr, row["labels"][row["loss_mask"] > 0][:-1]))
+    assert said == "assistant\nassistant\n" and row["positions"].max() == 127
+
+
 def test_messages_of_parts(tmp_path: Path) -> None:
     """The same row as of a text with markers."""
     image, text = {"type": "image", "image": "red.png"}, {"type": "text", "text": "and"}
@@ -191,7 +198,6 @@ REFUSED = [
     ({"conversations": turns("?")}, "no answer", "its roles: user"),
     ({"conversations": [{"from": "bird", "value": "x"}]}, "unknown role", "has the role 'bird'; known roles are"),
     ({"conversations": ["x"]}, "not a conversation", "message 1 is a str"),
-    ({"messages": [{"role": r, "content": r} for r in ("system", "assistant") * 2]}, "not a conversation", "2 of them"),
     ({"image": "none.png", "caption": "x"}, "cannot be read", "none.png: No such file"),
     ({"image": 5, "caption": "x"}, "no image", "expected a path, found '5'"),
     ({"image": "data:image/png;base64," + "A" * 5000, "caption": "x"}, "no image", "a path, found 'data:image"),

@@ -3,15 +3,17 @@
 import json
 from datetime import datetime, tzinfo
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.chat.files import tokenize_parts
 from megajax.tokenizers import chat_template
+from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.conversation import MarkedText
 
 
 def messages_of(*contents: str) -> list[dict[str, str]]:
@@ -149,10 +151,10 @@ def test_invalid_templates(source: str, message: str) -> None:
         ChatTemplate(source)
 
 
-class Pairs:
+class Pairs(Tokenizer):
     """A token for two equal letters, or for one."""
 
-    eod, pad, identity = 0, None, "pairs"
+    eod, pad, identity, specials = 0, None, "pairs", MappingProxyType({})
 
     def encode(self, text: str) -> np.ndarray:
         ids: list[int] = []
@@ -174,7 +176,7 @@ class Pairs:
     ],
 )
 def test_tokens_across_the_borders_of_answers(parts: list, expected: list) -> None:
-    ids, weights = tokenize_parts(Pairs(), [Part(*part) for part in parts])
+    ids, weights = MarkedText(Pairs()).tokenize([Part(*part) for part in parts])
     assert ids.tolist() == [ord(text[0]) + 1000 * (len(text) - 1) for text, _ in expected]
     assert weights.tolist() == [weight for _, weight in expected]
 

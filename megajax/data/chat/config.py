@@ -40,10 +40,17 @@ class ChatConfig(Builds):
     template: only what the template renders, as in Megatron-LM."""
     loss: Literal["answers", "all"] = "answers"
     """Tokens with a loss: of the assistant's messages, or all."""
+    special_tokens: Literal["text", "tokens"] | None = None
+    """What names of special tokens within messages are: ordinary text, as for the server, or these tokens. none: text,
+    but tokens with end_token=template, as in Megatron-LM."""
+    learn_next_marker: bool | None = None
+    """Where the template writes no token that ends an answer, and the next message begins with one, as GLM's <|user|>:
+    learn that token. Tokens that end answers are those of generation_config.json beside the tokenizer, and its
+    end-of-document token. none: yes, but not with end_token=template."""
     packing: Literal["best_fit", "balanced", "lines"] = "best_fit"
     """best_fit: rows of several lines with little padding, in a different order in each epoch. balanced: the same, with
     about equal attention work on each row, as far as single long lines allow. lines: a row for each line, in the order
-    of the files; a line may have several conversations, each of which begins with a system message."""
+    of the files; a system message within a line begins another conversation, as in Megatron-LM."""
     isolate_padding: bool = True
     """Divide the padding after the last conversation into short documents, which cost attention little. False: it
     belongs to the last conversation, as in Megatron-LM."""
@@ -98,6 +105,7 @@ class PreferencesConfig(Builds):
     mask_pad: ClassVar[bool] = False
     pad_multiple: ClassVar[int] = 1
     isolate_padding: ClassVar[bool] = True
+    learn_next_marker: ClassVar[None] = None
 
     paths: tuple[StoredText, ...] = ()
     """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
@@ -118,6 +126,8 @@ class PreferencesConfig(Builds):
     end_token: Literal["append", "template"] = "append"
     """append: an answer ends with the end-of-document token, which is added unless the template ends with it. template:
     only what the template renders."""
+    special_tokens: Literal["text", "tokens"] | None = None
+    """What names of special tokens within messages are, as in ChatConfig."""
     packing: Literal["best_fit", "balanced", "lines"] = "best_fit"
     """best_fit: rows of several lines with little padding, in a different order in each epoch. balanced: the same, with
     about equal attention work on each row. lines: a row for each line, in the order of the files."""

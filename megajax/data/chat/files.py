@@ -1,6 +1,7 @@
 """Tokenized conversations from JSON lines: the tokens of answers, and the skipped lines with reasons."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,10 @@ from megajax.config.read_limits import without_mark
 from megajax.data.preprocessing.text_files import open_text
 from megajax.storage.index_cache import Arrays, content_digest, content_key, load_or_build
 from megajax.storage.local_copies import local_file
-from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.base import Tokenizer, end_tokens_of
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
+from megajax.tokenizers.conversation import Conversation, UnknownRole, template_message
 
-ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
-"""Role names and their aliases -> role."""
 REASONS = ("not a conversation", "unknown role", "no answer", "refused by the template")
 """Reasons to skip a line with conversations."""
 WEIGHTS = (1e-6, 1e6)
@@ -51,6 +51,8 @@ class Conversations(NamedTuple):
     """int64 [L, 2], file and line number from 1."""
     skipped: np.ndarray
     """int64 [R], number of skipped lines for each of `Reader.reasons`."""
+    named: np.ndarray
+    """int64 [1], number of conversations whose messages contain names of special tokens as ordinary text."""
     files: tuple[Path, ...] = ()
     """The cache files of the arrays."""
     identity: str = ""
@@ -89,8 +91,10 @@ def json_object(line: bytes) -> dict[str, Any]:
     return record
 
 
-def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[list[Message]]:
-    """The conversations of a line's object. A system message begins a conversation.
+def conversations_of(
+    record: Mapping[str, Any], *, demand_answers: bool, cut_at_system: bool = False
+) -> list[list[Message]]:
+    """The conversations of a line's object: one, or with `cut_at_system` one from each system message on.
 
     Raises:
         BadLine: no messages, an unknown role, or with `demand_answers` no answer.
@@ -102,7 +106,7 @@ def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[li
     conversations: list[list[Message]] = []
     for number, message in enumerate(messages, 1):
         normalized = normalized_message(message, number)
-        if normalized["role"] == "system" or not conversations:
+        if not conversations or (cut_at_system and normalized["role"] == "system"):
             conversations.append([])
         conversations[-1].append(normalized)
     for conversation in conversations if demand_answers else ():
@@ -117,19 +121,17 @@ def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[li
 
 def normalized_message(message: Any, number: int) -> Message:
     """A message with role and content, whatever their keys were. number: its place from 1. Raises BadLine."""
-    if not isinstance(message, dict):
-        raise BadLine(REASONS[0], f"message {number} is a {type(message).__name__}, not an object")
-    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadLine(REASONS[1], f"message {number} has the role {role!r}; known roles are {', '.join(ROLES)}")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        problem = f"the content of message {number} is {'missing' if content is None else type(content).__name__}"
-        raise BadLine(REASONS[0], f"{problem}, not a string")
+    try:
+        normalized = template_message(message, f"message {number}")
+    except ValueError as error:
+        raise BadLine(REASONS[isinstance(error, UnknownRole)], str(error)) from error
+    if not isinstance(normalized["content"], str):
+        raise BadLine(REASONS[0], f"the content of message {number} is a list with parts other than text")
     weight, (least, most) = message.get("weight", 1), WEIGHTS
     if not isinstance(weight, int | float) or not (weight == 0 or least <= weight <= most):
         text = repr(weight) if len(repr(weight)) <= 40 else f"{repr(weight)[:40]}…"
         raise BadLine(REASONS[0], f"the weight of message {number} is {text}, not 0 or {least:g} to {most:g}")
-    return {**message, "role": ROLES[role.lower()], "content": content or ""}
+    return normalized
 
 
 class Reader:
@@ -138,6 +140,8 @@ class Reader:
     Args:
         template: renders conversations as text.
         tokenizer: tokenizes the text.
+        names_are_text, next_marker: see `Conversation` and its `tokenize`.
+        cut_at_system: see `conversations_of`.
         loss: tokens with a loss: of answers, or all.
         end_token: whether the end-of-document token is appended if missing, or only the template's text is used.
         on_error: whether a bad line stops the run or is skipped.
@@ -149,7 +153,7 @@ class Reader:
         example: a line, for messages.
     """
 
-    kind: ClassVar[str] = "chat with weights up to 1e6"
+    kind: ClassVar[str] = "whole conversations"
     reasons: ClassVar[tuple[str, ...]] = REASONS
     example: ClassVar[str] = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
@@ -162,9 +166,19 @@ class Reader:
         end_token: Literal["append", "template"],
         on_error: Literal["stop", "skip"],
         folder: Path,
+        names_are_text: bool = True,
+        next_marker: bool = True,
+        cut_at_system: bool = False,
     ):
         self._template, self._tokenizer, self._folder = template, tokenizer, folder
         self._loss, self._end_token, self._on_error = loss, end_token, on_error
+        self._conversation = Conversation(template, tokenizer, names_are_text=names_are_text)
+        self._next_marker, self._cut_at_system, self._named = next_marker, cut_at_system, 0
+        self._settings = {
+            "names_are_text": names_are_text,
+            "cut_at_system": cut_at_system,
+            "ends": sorted(end_tokens_of(tokenizer)) if next_marker else None,
+        }
 
     def read(self, paths: Sequence[str]) -> Conversations:
         """The conversations of files, from the cache if it has them.
@@ -180,9 +194,16 @@ class Reader:
             "loss": self._loss,
             "end_token": self._end_token,
             "on_error": self._on_error,
+            **self._settings,
         }
         arrays = load_or_build(self._folder, description, lambda _: self._build(paths))
         conversations = Conversations(**arrays, files=arrays.files, identity=content_key(description))
+        if named := int(conversations.named[0]):
+            warnings.warn(
+                f"{', '.join(paths)}: messages of {named:,} conversations contain names of special tokens, which are "
+                "ordinary text there. If they should be these tokens, set data.special_tokens=tokens.",
+                stacklevel=2,
+            )
         if len(conversations.lines) == 1:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped_lines(conversations).items())
             skipped = f"; skipped lines: {reasons}" if reasons else ""
@@ -191,7 +212,7 @@ class Reader:
 
     def _build(self, paths: Sequence[str]) -> Arrays:
         tokens, weights, sizes = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [0]
-        lines, places, skipped = [0], [], Counter[str]()
+        lines, places, skipped, self._named = [0], [], Counter[str](), 0
         for file, path in enumerate(paths):
             for number, line in _lines(path):
                 try:
@@ -215,6 +236,7 @@ class Reader:
             "lines": np.array(lines, np.int64),
             "places": np.array(places, np.int64).reshape(-1, 2),
             "skipped": np.array([skipped[reason] for reason in self.reasons], np.int64),
+            "named": np.array([self._named], np.int64),
         }
 
     def skipped_lines(self, conversations: Conversations) -> Mapping[str, int]:
@@ -224,56 +246,29 @@ class Reader:
 
     def documents(self, record: Mapping[str, Any]) -> list[Document]:
         """The documents of a line's object, here its conversations. Raises BadLine."""
-        conversations = conversations_of(record, self._loss == "answers")
+        conversations = conversations_of(
+            record, demand_answers=self._loss == "answers", cut_at_system=self._cut_at_system
+        )
         return [self.conversation(messages, record.get("tools")) for messages in conversations]
 
     def conversation(self, messages: Sequence[Message], tools: Any) -> Document:
         """The tokens of messages. Raises BadLine for messages that the template refuses."""
-        more = {} if tools is None else {"tools": tools}
+        more, conversation = {} if tools is None else {"tools": tools}, self._conversation
         try:
-            if self._loss == "all":
-                parts = [Part(self._template.render(messages, **more), 1)]
-            else:
-                parts = self._template.parts(messages, **more)
+            parts = conversation.parts(messages, more, answers=self._loss == "answers")
         except TemplateMisfit as error:
             raise BadLine(REASONS[3], str(error)) from error
-        return self.ended(parts, weight_of(messages[-1]) if self._loss == "answers" else 1)
+        self._named += conversation.texts.has_names(messages)
+        last = messages[-1]
+        learns_end = self._loss == "all" or last["role"] == "assistant"
+        return self.ended(parts, weight_of(last) * learns_end if self._loss == "answers" else 1)
 
     def ended(self, parts: Sequence[Part], weight: float) -> Document:
         """The tokens of a text, with an end token of this weight if the setting asks for one."""
-        ids, weights = tokenize_parts(self._tokenizer, parts)
+        ids, weights = self._conversation.texts.tokenize(parts, next_marker=self._next_marker)
         if self._end_token == "append" and (not len(ids) or ids[-1] != self._tokenizer.eod):
             ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(weight))
         return ids, weights
-
-
-def tokenize_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens of the whole text, int32 [n]; their weights in the loss, float32 [n]).
-
-    A token that begins before an answer and ends in it belongs to the answer. A token that begins in an answer and ends
-    after it does not.
-    """
-    pieces = [tokenizer.encode(part.text) for part in parts]
-    apart = np.concatenate([np.empty(0, np.int32), *pieces])
-    tokens = tokenizer.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
-    if np.array_equal(apart, tokens):
-        weights = np.array([part.weight for part in parts], np.float32)
-        return tokens, np.repeat(weights, [len(piece) for piece in pieces])
-    # Some tokens cross the border of a part. Tokens that a prefix of the text shares with the whole text end before it.
-    weights, text, position = np.zeros(len(tokens), np.float32), "", 0
-    for part in parts:
-        text += part.text
-        end = _shared(tokenizer.encode(text), tokens)
-        weights[position:end] = part.weight
-        position = max(position, end)
-    return tokens, weights
-
-
-def _shared(beginning: np.ndarray, tokens: np.ndarray) -> int:
-    """Number of tokens before the first that differs."""
-    size = min(len(beginning), len(tokens))
-    differ = np.flatnonzero(beginning[:size] != tokens[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:

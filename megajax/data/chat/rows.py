@@ -1,5 +1,6 @@
 """Rows of conversations, for supervised fine-tuning."""
 
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -189,13 +190,24 @@ class ChatBuilder:
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
         if config.pad_token is not None:
             self.pad = token_id(tokenizer, config.pad_token, "data.pad_token")
+        template, as_written = ChatTemplate(config.template), config.end_token == "template"
+        if config.loss == "answers" and (header := template.learned_header()):
+            warnings.warn(
+                f"data.template: the model learns {header!r} before each answer, because the template writes no header "
+                "of an answer after a prompt: write it {% if add_generation_prompt %}, or mark answers with "
+                "{% generation %} … {% endgeneration %}.",
+                stacklevel=2,
+            )
         self.reader = self.reader_class(
-            ChatTemplate(config.template),
+            template,
             tokenizer,
             loss=config.loss,
             end_token=config.end_token,
             on_error=config.on_error,
             folder=index_folder(config.cache_dir),
+            names_are_text=(config.special_tokens or ("tokens" if as_written else "text")) == "text",
+            next_marker=not as_written if config.learn_next_marker is None else config.learn_next_marker,
+            cut_at_system=isinstance(config, ChatConfig) and config.packing == "lines",
         )
 
     def splits(self, requested: Rows) -> Splits:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.batch import Patches, Schema
 from megajax.config.errors import UserError
-from megajax.data.chat.files import BadLine, conversations_of, tokenize_parts
+from megajax.data.chat.files import BadLine, conversations_of
 from megajax.data.images.config import ImageTextConfig, ImageTextRowsConfig
 from megajax.data.images.decoding import Picture, StoredPicture, is_compressed, read_at, read_bounded
 from megajax.data.images.labelled import image_size
@@ -20,6 +20,8 @@ from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder
 from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.conversation import IMAGE as PLACE
+from megajax.tokenizers.conversation import Conversation, MarkedText
 
 IMAGE = None
 """Placeholder of the next image."""
@@ -137,7 +139,7 @@ class Samples(Items, Protocol):
 class TextWriter(NamedTuple):
     """Makes tokens of text with images."""
 
-    tokenizer: Any
+    texts: MarkedText
     image_token: int
     before: str
     after: str
@@ -152,19 +154,20 @@ class TextWriter(NamedTuple):
         for is_image, run in groupby(sample.pieces, key=lambda piece: piece is IMAGE):
             if not is_image:
                 texts = [piece for piece in run if piece is not IMAGE]
-                parts.append(tokenize_parts(self.tokenizer, texts))
+                parts.append(self.texts.tokenize(texts, next_marker=True))
                 if (parts[-1][0] == self.image_token).any():
                     raise UnreadableItem("image marker without image", "its text has the image token")
                 continue
             for _ in run:
                 image = np.full(next(waiting), self.image_token, np.int32)
                 before, after = (
-                    self.tokenizer.encode(text) if text else image[:0] for text in (self.before, self.after)
+                    self.texts.tokenizer.encode(text) if text else image[:0] for text in (self.before, self.after)
                 )
                 tokens = np.concatenate([before, image, after])
                 parts.append((tokens, np.zeros(len(tokens), np.float32)))
-        if not len(parts[-1][0]) or parts[-1][0][-1] != self.tokenizer.eod:
-            parts.append((np.array([self.tokenizer.eod]), np.ones(1, np.float32)))
+        eod = self.texts.tokenizer.eod
+        if not len(parts[-1][0]) or parts[-1][0][-1] != eod:
+            parts.append((np.array([eod]), np.ones(1, np.float32)))
         tokens, weights = zip(*parts, strict=True)
         return np.concatenate(tokens).astype(np.int32), np.concatenate(weights)
 
@@ -229,7 +232,7 @@ def image_text_rows(config: ImageTextRowsConfig, *, tokenizer: Any, schema: Sche
             f"{tokenizer.vocabulary_size - 1}. Use the next one, or "
             "tokenizer.type=MultimodalTokenizerConfig, which adds an image token to any tokenizer"
         )
-    writer = TextWriter(tokenizer, token, config.before, config.after)
+    writer = TextWriter(MarkedText(tokenizer, names_are_text=False), token, config.before, config.after)
 
     def make(items: Any, position: int, row_count: int | None) -> ImageTextRows:
         order = RowOrder.of(config, row_count, seed, position)
@@ -266,9 +269,8 @@ class Lines(NamedTuple):
 class ImageTextLines:
     """The lines of files."""
 
-    def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig):
-        self._paths, self.lines, self._config = paths, lines, config
-        self._template = ChatTemplate(config.template)
+    def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig, conversation: Conversation):
+        self._paths, self.lines, self._config, self._conversation = paths, lines, config, conversation
         self.index_files: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
@@ -288,7 +290,8 @@ class ImageTextLines:
 
     def subset(self, items: np.ndarray) -> "ImageTextLines":
         """Only these lines."""
-        return ImageTextLines(self._paths, Lines(*(values[items] for values in self.lines)), self._config)
+        lines = Lines(*(values[items] for values in self.lines))
+        return ImageTextLines(self._paths, lines, self._config, self._conversation)
 
     def sample(self, item: int, generator: np.random.Generator) -> Sample:
         """The images and text of a line. Raises UnreadableItem."""
@@ -303,10 +306,10 @@ class ImageTextLines:
         if not isinstance(line, Mapping):
             raise UnreadableItem("no JSON", f"expected an object, found {str(line)[:50]!r}")
         folder = Path(self._config.image_folder).expanduser() if self._config.image_folder else path.parent
-        return read_line(line, folder, self._template, self._config)
+        return read_line(line, folder, self._conversation, self._config)
 
 
-def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, config: ImageTextConfig) -> Sample:
+def read_line(line: Mapping[str, Any], folder: Path, conversation: Conversation, config: ImageTextConfig) -> Sample:
     """The images and text of a line's object. Raises UnreadableItem."""
     if line.get("video"):
         raise UnreadableItem("video", NO_VIDEO)
@@ -314,7 +317,7 @@ def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, con
     images, caption = line.get("image"), line.get("caption")
     sources = images if isinstance(images, list) else [] if images is None else [images]
     if caption is None:
-        pieces = _conversation(line, len(sources), template, config)
+        pieces = _conversation(line, len(sources), conversation, config.marker)
     elif not isinstance(caption, str) or not caption:
         raise UnreadableItem("no caption", f"caption is {str(caption)[:50]!r}")
     elif not sources:
@@ -348,35 +351,30 @@ def _with_markers(line: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
     return {"image": sources, **line, "messages": messages} if sources or messages != (listed or []) else line
 
 
-def _conversation(
-    line: Mapping[str, Any], images: int, template: ChatTemplate, config: ImageTextConfig
-) -> list[Part | None]:
+def _conversation(line: Mapping[str, Any], images: int, conversation: Conversation, marker: str) -> list[Part | None]:
     """The text of a conversation, with IMAGE in place of each marker. Raises UnreadableItem."""
     try:
-        conversations = conversations_of(line, demand_answers=True)
-        if len(conversations) > 1:
-            raise BadLine("not a conversation", f"{len(conversations)} of them; write a line for each")
-        (messages,) = conversations
-        marked = [message for message in messages if config.marker in message["content"]]
+        (messages,) = conversations_of(line, demand_answers=True)
+        marked = [message for message in messages if marker in message["content"]]
         if images and not marked:
             first = next((message for message in messages if message["role"] == "user"), messages[0])
-            first["content"] = f"{config.marker * images}\n{first['content']}"
-        parts = template.parts(messages)
+            first["content"] = f"{marker * images}\n{first['content']}"
+        parts = conversation.parts(messages, image=marker)
     except BadLine as error:
         raise UnreadableItem(error.reason, str(error)) from error
     except TemplateMisfit as error:
         raise UnreadableItem("refused by the template", str(error)) from error
     pieces: list[Part | None] = []
     for part in parts:
-        texts = part.text.split(config.marker)
+        texts = part.text.split(PLACE)
         if part.weight and len(texts) > 1:
-            raise UnreadableItem("image marker without image", f"an answer has {config.marker}")
+            raise UnreadableItem("image marker without image", f"an answer has {marker}")
         for place, text in enumerate(texts):
             pieces += [*[IMAGE] * (place > 0), Part(text, part.weight)]
     places = sum(piece is IMAGE for piece in pieces)
     if places != images:
         reason = "image marker without image" if places > images else "image without a marker"
-        raise UnreadableItem(reason, f"{places} x {config.marker}, images: {images}")
+        raise UnreadableItem(reason, f"{places} x {marker}, images: {images}")
     return pieces
 
 
@@ -414,7 +412,7 @@ def build_index(paths: Sequence[Path]) -> Arrays:
     return Lines(*map(np.concatenate, parts))._asdict()
 
 
-def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
+def open_lines(config: ImageTextConfig, tokenizer: Any, names: Sequence[str]) -> ImageTextLines:
     """The lines of files. Their index is cached under the files' names, sizes and dates.
 
     Raises UserError: no such file, an empty file, or a JSON list instead of lines.
@@ -437,7 +435,9 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
     lines = Lines(**arrays)
     if not len(lines.sizes):
         raise UserError(f"{', '.join(map(str, paths))}: no lines")
-    text_lines = ImageTextLines(paths, lines, config)
+    # Data with images writes tokens of its own into messages, such as MultimodalTokenizerConfig.added.
+    conversation = Conversation(ChatTemplate(config.template), tokenizer, names_are_text=False)
+    text_lines = ImageTextLines(paths, lines, config, conversation)
     text_lines.index_files = arrays.files
     return text_lines
 
@@ -445,4 +445,4 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
 def build_splits(config: ImageTextConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of text with images for the splits that a run requests; see `ImageTextRows`."""
     make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed)
-    return splits_from_paths(config, lambda paths: open_lines(config, paths), rows, make)
+    return splits_from_paths(config, lambda paths: open_lines(config, tokenizer, paths), rows, make)

@@ -184,13 +184,9 @@ async def _tokens(text: str, encode: Callable[[], list[int]], param: str) -> lis
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message for templates."""
-    # Templates use `system`; OpenAI has renamed it to `developer`.
-    role = "system" if message["role"] == "developer" else message["role"]
     names = ("name", "tool_calls", "tool_call_id", "reasoning_content")
     more = {name: message[name] for name in names if name in message}
-    # The template of gpt-oss has another name for reasoning.
-    more |= {"thinking": more["reasoning_content"]} if "reasoning_content" in more else {}
-    return {"role": role, "content": message.get("content", ""), **more}
+    return {"role": message["role"], "content": message.get("content", ""), **more}
 
 
 async def read_prompts(
