@@ -400,9 +400,9 @@ def _reference(reference: Reference | None) -> list[tuple[str, str]]:
 
 
 def _passes(rows: Any) -> str:
-    """Number of passes over the data, if more than one. Row sources of users may lack `passes`."""
-    passes = getattr(rows, "passes", 1)
-    return f" ({passes:,} passes over the data)" if passes > 1 else ""
+    """Number of passes over the data, if more than one, and a note. Row sources of users may lack both."""
+    passes, note = getattr(rows, "passes", 1), getattr(rows, "note", "")
+    return (f" ({passes:,} passes over the data)" if passes > 1 else "") + note
 
 
 def _balance(train: Any, balance: str, imbalance: tuple[Any, Any] | None) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from small_jobs import model
 
 from megajax.config.errors import UserError
 from megajax.data.chat.config import PreferencesConfig
+from megajax.data.chat.preferences import Judged, mismatched, nearest
 from megajax.data.rows.splits import Rows
 from megajax.models.answers.config import DPOConfig, KTOConfig, ORPOConfig, with_objective
 from megajax.models.decoder.config import text_schema
@@ -79,6 +80,52 @@ def test_judged_answers(tmp_path: Path) -> None:
     assert answers(row, "judged") == numbers
 
 
+def judged(prompt: str, completion: str, label: bool = True) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": completion, "label": label}
+
+
+def other_answers(rows: Any) -> list[str]:
+    """Of each judged answer in order, the answer to another prompt; "" without one."""
+    conversations = rows.conversations
+    spans = np.stack([conversations.starts[:-1], conversations.starts[1:]], 1)[2::3].tolist()
+    return [text(conversations.tokens[a:b][conversations.weights[a:b] > 0]) for a, b in spans]
+
+
+def test_the_other_answer_is_of_another_prompt_and_differs(tmp_path: Path) -> None:
+    """The nearest earlier line with both; consecutive lines of one prompt, and equal answers, are passed over."""
+    lines = [judged("p", "a"), judged("p", "b"), judged("q", "b"), judged("q", "a"), judged("r", "a"), judged("p", "b")]
+    train = splits(tmp_path / "p", lines, 128, answers="judged").train
+    assert other_answers(train) == ["", "", "a|", "b|", "b|", "a|"]
+    assert train.note == ", 2 answers without another one for the KL baseline"
+    rows = splits(tmp_path / "p", [judged("p", "a"), judged("p", "b")] * 4, 128, answers="judged").train
+    assert other_answers(rows) == [""] * 8 and "8 answers without" in rows.note
+    messages = [judged("p", "a"), {"prompt": [USER], "completion": [YES], "label": True}, judged("q", "b")]
+    rows = splits(tmp_path / "p", messages, 128, answers="judged").train
+    assert other_answers(rows) == ["", "", "a|"], "a text and messages do not mix"
+    weighed = [{"prompt": [USER | {"weight": w}], "completion": [YES | {"weight": w}], "label": True} for w in (1, 0.5)]
+    assert other_answers(splits(tmp_path / "p", weighed, 128, answers="judged").train) == ["", ""]
+    trimmed = "{% for m in messages %}{{ m.content | trim }};{% endfor %}"
+    pairs = (("a", "x"), ("b", "x "), ("c", "y "))
+    same = [{"prompt": [USER | {"content": p}], "completion": answer, "label": True} for p, answer in pairs]
+    assert other_answers(splits(tmp_path / "p", same, 128, answers="judged", template=trimmed).train) == ["", "", "x;|"]
+
+
+def test_few_earlier_answers_decide_like_all_of_them() -> None:
+    draw = np.random.default_rng(0)
+    for choices in (2, 3, 5):
+        kept, every = list[Judged](), list[Judged]()
+        for _ in range(300):
+            prompt, answer = (str(n) for n in draw.integers(0, choices, 2))
+            forms: list[Any] = (
+                [prompt, answer] if draw.random() < 0.7 else [[{"content": prompt}], [{"content": answer}]]
+            )
+            item = Judged(*forms, True)
+            found = [next((e for e in earlier if mismatched(item, e)), None) for earlier in (kept, every)]
+            assert found[0] == found[1]
+            kept, every = nearest((item, *kept)), [item, *every]
+            assert len(kept) <= 12
+
+
 @pytest.mark.parametrize(
     ("line", "message", "reason"),
     [
@@ -134,5 +181,5 @@ def test_rows_of_a_reference_model(tmp_path: Path, leaf: str, objective: Any, si
         row = train[number]
         expected = np.where(row[leaf] > 0, row["labels"] + row["positions"] / 128, 0)
         np.testing.assert_array_equal(row["reference"], expected.astype(np.float32))
-    tokens = 8 * len("yes|no|") if leaf == "pairs" else 8 * len("yes|no|") + 7 * 2 * len("no|")
+    tokens = 8 * len("yes|no|") if leaf == "pairs" else (8 + 7) * len("yes|no|")
     assert sum((row[leaf] > 0).sum() for row in every) == tokens

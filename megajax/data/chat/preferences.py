@@ -31,8 +31,8 @@ NO_REJECTED, EQUAL = "no rejected answer", "equal answers"
 REASONS = (*CHAT_REASONS, NO_REJECTED, EQUAL)
 """Reasons to skip a line with preferences."""
 UNREADABLE, _, NO_ANSWER, _ = CHAT_REASONS
-PAIR = 2
-"""Answers of a line."""
+PAIR, TRIPLE = 2, 3
+"""Documents of a pair, and of a judged answer."""
 REFERENCE_FOLDER = "reference"
 """Name of the folder of the reference model's log-probabilities, beside the data."""
 
@@ -77,25 +77,62 @@ class PairReader(Reader):
 class JudgedReader(PairReader):
     """Reads answers that are good or bad."""
 
-    kind, example = "judged answers", '{"prompt": "…", "completion": "…", "label": true}'
-    _earlier: Judged | None = None
+    kind, example = "judged answers beside others", '{"prompt": "…", "completion": "…", "label": true}'
+    _earlier: Sequence[Judged] = ()
+    """Answers of earlier lines, the nearest first: those that an answer may be paired with."""
 
     def _build(self, paths: Sequence[str]) -> Arrays:
-        self._earlier = None
+        self._earlier = ()
         return super()._build(paths)
 
     def documents(self, record: Mapping[str, Any]) -> list[Document]:
-        """Three documents for each answer of the line. The first line of all files has no answer of an earlier one."""
+        """Three documents for each answer of the line: as a good one, as a bad one, and its prompt with the answer of
+        the nearest earlier line that has another prompt and another answer; nothing if there is none."""
         items = pair_of(record) if "rejected" in record else (judged_of(record),)
-        tools, earlier = record.get("tools"), self._earlier
-        documents = []
+        tools, documents = record.get("tools"), []
         for item in items:
             document = self.document(item.prompt, item.answer, tools)
-            fits = earlier is not None and isinstance(earlier.prompt, str) == isinstance(item.prompt, str)
-            other = self.document(item.prompt, earlier.answer, tools) if earlier is not None and fits else NOTHING
+            others = (self.document(item.prompt, e.answer, tools) for e in self._earlier if mismatched(item, e))
+            other = next((other for other in others if not np.array_equal(other[0], document[0])), NOTHING)
             documents += [document if item.good else NOTHING, NOTHING if item.good else document, other]
-        self._earlier = items[-1]
+        self._earlier = nearest((*reversed(items), *self._earlier))
         return documents
+
+
+def mismatched(item: Judged, other: Judged) -> bool:
+    """Whether an answer was given to another prompt and differs, and can follow the prompt of `item`."""
+    pairs = zip(_compared(item), _compared(other), strict=True)
+    return isinstance(item.prompt, str) == isinstance(other.prompt, str) and all(x != y for x, y in pairs)
+
+
+def nearest(answers: Sequence[Judged]) -> list[Judged]:
+    """Those of `answers` that are the first mismatched one of some prompt and answer: a few, whatever their number."""
+    candidates = list[Judged]()
+    for item in answers:
+        is_text = isinstance(item.prompt, str)
+        before = [_compared(other) for other in candidates if isinstance(other.prompt, str) == is_text]
+        prompts, replies = [None], [None]  # any other one
+        for prompt, reply in before:
+            prompts.append(prompt)
+            replies.append(reply)
+        # A prompt and a reply for which none of those before is mismatched, and this one is.
+        item_prompt, item_reply = _compared(item)
+        if any(
+            prompt != item_prompt and reply != item_reply and all(prompt == p or reply == r for p, r in before)
+            for prompt in prompts
+            for reply in replies
+        ):
+            candidates.append(item)
+    return candidates
+
+
+def _compared(item: Judged) -> tuple[Any, Any]:
+    """What counts in comparisons of prompts and answers: texts, or messages without the weights of the loss."""
+    prompt, answer = (
+        text if isinstance(text, str) else [{key: m[key] for key in m if key != "weight"} for m in text]
+        for text in item[:2]
+    )
+    return prompt, answer
 
 
 def pair_of(record: Mapping[str, Any]) -> tuple[Judged, Judged]:
@@ -177,6 +214,16 @@ class PreferenceRows(ChatRows):
     reads_reference = False
     reference: np.ndarray | None = None
     reference_folder: Path
+
+    @property
+    def note(self) -> str:
+        """For the banner: the number of judged answers beside which no answer to another prompt stands."""
+        if self.leaf != "judged":
+            return ""
+        lines, sizes = self.conversations.lines // TRIPLE, np.diff(self.conversations.starts)
+        lacking = sizes[TRIPLE - 1 :: TRIPLE] == 0
+        count = sum(int(lacking[lines[line] : lines[line + 1]].sum()) for pack in self._packs for line in pack)
+        return f", {count:,} answers without another one for the KL baseline" if count else ""
 
     @property
     def identity(self) -> str:
