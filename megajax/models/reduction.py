@@ -54,15 +54,15 @@ class LossReduction:
         """
         if self.average == "microbatches":
             return jnp.full(weights.shape[:1], 1 / weights.shape[0])
-        return _over_context(weights.sum(1))
+        return over_context(weights.sum(1))
 
     def share(self, count: Array) -> tuple[Array, Array]:
         """(factor on the weight of each loss, weight of all of them); count: their sum on this device, float32 []."""
         if self.average == "tokens":
             return jnp.ones(()), count
-        return 1 / divisor(_over_context(count)), jnp.full((), 1 / manual_axes().get("context", 1))
+        return 1 / divisor(over_context(count)), jnp.full((), 1 / manual_axes().get("context", 1))
 
 
-def _over_context(x: Array) -> Array:
+def over_context(x: Array) -> Array:
     """The sum over the devices that hold parts of the same rows."""
     return lax.psum(x, "context") if manual_axes().get("context", 1) > 1 else x

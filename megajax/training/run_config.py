@@ -337,11 +337,14 @@ def _evaluation(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         if cfg.evaluation.full and "loss_mask" not in leaves:
             message = f"fills the last batch with rows that do not count; {whose} no loss_mask, which would say so"
             yield Problem("evaluation.full", message, "use false, with evaluation.batches for all rows")
+    reads = cfg.model.schema()
+    of_run = {leaf: dtype for leaf, dtype in cfg.data.leaves().items() if leaf in reads}
     for name, data in cfg.evaluation.sets.items():
-        if data.leaves() != cfg.data.leaves():
+        of_set = {leaf: dtype for leaf, dtype in data.leaves().items() if leaf in reads}
+        if of_set != of_run:
             yield Problem(
                 f"evaluation.sets.{name}",
-                f"makes {_leaf_text(data.leaves())}, the run's data {_leaf_text(cfg.data.leaves())}",
+                f"makes {_leaf_text(of_set)}, the run's data {_leaf_text(of_run)}",
                 "training and evaluation read the same leaves; segment_ids come with isolate_documents=true",
             )
 

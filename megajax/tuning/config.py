@@ -101,7 +101,7 @@ class RolloutsConfig(Builds):
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
         numbers = dict.fromkeys(("advantage", "old_log_p", "reference"), "float32")
-        return {**text_leaves(isolated=True, padded=True), "answers": "int32", "experts": "int16", **numbers}
+        return {**text_leaves(isolated=True), "answers": "int32", "experts": "int16", **numbers}
 
     def problems(self) -> list[Problem]:
         problems = [] if self.paths else [Problem("paths", "names no file", "set data.paths=FILE.jsonl")]

@@ -25,6 +25,7 @@ from megajax.layers.moe.router import (
     replay,
     replay_measures,
     report_measures,
+    scores,
     sinkhorn,
     sparse_mixer,
     within_capacity,
@@ -273,6 +274,26 @@ def test_groups_are_compared_by_sums_of_scores_that_underflow():
     np.testing.assert_array_equal(far > 0, chosen_experts(cfg, logits=LOGITS - 30) > 0)
 
 
+def test_the_largest_logits_of_a_group_are_chosen_where_scores_are_equal():
+    cfg = RouterConfig(score="sigmoid", groups=2, chosen_groups=2)
+    np.testing.assert_array_equal(chosen_experts(cfg, logits=LOGITS + 40) > 0, best(LOGITS))
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+def test_equal_biases_choose_the_best_scores_that_underflow(score):
+    cfg = RouterConfig(score=score, balance_rate=0.01)
+    for offset in (-59, -61, -120, -300):
+        np.testing.assert_array_equal(chosen_experts(cfg, logits=LOGITS * 3 + offset) > 0, best(LOGITS))
+    biased = chosen_experts(cfg, logits=LOGITS - 120, bias=np.arange(EXPERTS, dtype=np.float32) / 100)
+    assert (biased[:, -K:] > 0).all()
+
+
+def test_the_slope_of_the_square_root_of_softplus_is_smooth_where_its_tail_begins():
+    cfg = RouterConfig(score="sqrt_softplus")
+    slope = jax.vmap(jax.grad(lambda x: scores(cfg, x)))(jnp.array([-15.0001, -15.0, -14.9999]))
+    np.testing.assert_allclose(slope, np.exp(-7.5) / 2, rtol=2e-4)
+
+
 def with_padding(values: np.ndarray, fill: float) -> np.ndarray:
     """[ROWS * LENGTH, ...] -> the same rows, half as long again, with padding of this value."""
     rows = values.reshape(ROWS, LENGTH, *values.shape[1:])
@@ -354,14 +375,15 @@ def kept_by(cfg: CapacityConfig, weights: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
-@pytest.mark.parametrize("factor", [0.5, 1.0, EXPERTS / K])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.1, EXPERTS / K])
 def test_experts_keep_as_many_tokens_as_their_capacity(drop, factor):
     cfg = CapacityConfig(factor=factor, drop=drop)
     routing = choose(RouterConfig(), jnp.asarray(LOGITS), K, jnp.asarray(NO_BIAS), ONE, training=True)
-    limited = jax.jit(lambda routing: within_capacity(cfg, routing, ROWS, EXPERTS, ONE))(routing)
-    np.testing.assert_array_equal(dense(limited), kept_by(cfg, dense(routing)))
+    for real in (None, np.ones(TOKENS, bool)):
+        limited = jax.jit(lambda routing, real: within_capacity(cfg, routing, ROWS, EXPERTS, ONE, real))(routing, real)
+        np.testing.assert_array_equal(dense(limited), kept_by(cfg, dense(routing)))
     dropped = np.asarray(limited.experts) == EXPERTS
-    assert dropped.any() == (factor <= 1)
+    assert dropped.any() == (factor <= 1.1)
     np.testing.assert_array_equal(np.asarray(limited.weights)[dropped], 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from test_answer_layouts import answers
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, TheseRows, in_order, llama, place, rows, start, with_block, within
 
 from megajax.batch import Batch
@@ -17,6 +18,7 @@ from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.models.answers.config import DPOConfig, with_objective
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.training.config import BatchConfig
@@ -136,6 +138,13 @@ PROGRAMS = [
 def test_a_router_loss_is_a_mean_over_routed_positions(layout, average, labels):
     batch = batch_of(*LABELS[labels])
     result = differentiated(mixture(), LAYOUTS[layout], average, batch)
+    expected = closed_form(result, batch)
+    np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_router_losses_beside_a_loss_of_answers():
+    batch = {**answers(0), "padding": batch_of("all", 1.0)["padding"]}
+    result = differentiated(with_objective(mixture(), DPOConfig()), ONE, "tokens", batch)
     expected = closed_form(result, batch)
     np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, READ, VOCABULARY, assert_same_step, build_program, train
+from tiny_runs import LENGTH, ONE, READ, VOCABULARY, assert_same_step, build_program, rows, start, train
 
+from megajax.batch import Batch
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
@@ -13,12 +16,14 @@ from megajax.layers.block.config import BlockConfig
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
+from megajax.layers.param import bind
 from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
 from megajax.layers.recompute import Recompute
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.bert.config import BertConfig
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.models.reduction import LossReduction, quotient
 from megajax.models.t5.config import T5Config
 
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
@@ -83,6 +88,22 @@ def normalised_after() -> BertConfig:
 
 WINDOW = AttentionConfig(heads=4, causal=False, window=4)
 ONE_SIDED = AttentionConfig(heads=4, causal=False, relative=RelativeBiasConfig(both_ways=False))
+
+
+def test_rows_without_labels_do_not_count_in_the_loss_of_the_sentence_order() -> None:
+    """Such rows only fill the last batch of an evaluation."""
+    program = build_program(bert(), ONE, microbatches=1)
+    x = np.random.default_rng(0).normal(size=(3, LENGTH, 32)).astype(np.float32)
+    batch = {name: leaf[:3] for name, leaf in rows().items()}
+    batch["loss_mask"][2] = 0
+
+    def order(batch: Batch, x: np.ndarray) -> float:
+        model = bind(program.abstract, start(program).params)
+        ctx, batch = model.context(batch), jax.tree.map(jnp.asarray, batch)
+        return float(quotient(*model.loss(jnp.asarray(x), batch, ctx, LossReduction()).metrics["next_sentence_loss"]))
+
+    without = order({name: leaf[:2] for name, leaf in batch.items()}, x[:2])
+    assert order(batch, x) == pytest.approx(without, rel=1e-6)
 
 
 def slow(*values: object) -> object:

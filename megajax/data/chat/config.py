@@ -74,7 +74,7 @@ class ChatConfig(Builds):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return text_leaves(isolated=True, padded=True)
+        return text_leaves(isolated=True)
 
     def problems(self) -> list[Problem]:
         problems = split_problems(self.split) + at_least("pad_multiple", self.pad_multiple, 1)
@@ -85,7 +85,7 @@ def preference_leaves(answers: str) -> dict[str, str]:
     """The leaves of a row of pairs, judged answers or choices, name -> dtype."""
     if answers == "choices":
         return dict.fromkeys(("tokens", "segment_ids", "labels"), "int32")
-    return {**text_leaves(isolated=True, padded=True), answers: "int32", "reference": "float32"}
+    return {**text_leaves(isolated=True), answers: "int32", "reference": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -241,6 +241,7 @@ class StreamRows:
             "labels": tokens[1:],
             "loss_mask": np.ones(length, np.float32),
             "positions": np.arange(length, dtype=np.int32),
+            "padding": np.zeros(length, bool),
         }
         if self._isolated:
             starts = np.concatenate([[True], tokens[:-2] == self._eod])

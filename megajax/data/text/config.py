@@ -10,14 +10,10 @@ from megajax.data.rows.config import LoaderConfig, TokenFilesConfig, at_least, b
 from megajax.data.rows.splits import parse_paths
 
 
-def text_leaves(isolated: bool, *, padded: bool = False) -> dict[str, str]:
-    """The leaves of a row of text, name -> dtype.
-
-    isolated: documents in a row do not attend to each other; padded: rows may end with positions without text.
-    """
-    leaves = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
-    leaves |= {"segment_ids": "int32"} if isolated else {}
-    return leaves | {"padding": "bool"} if padded else leaves
+def text_leaves(isolated: bool) -> dict[str, str]:
+    """The leaves of a row of text, name -> dtype. isolated: documents in a row do not attend to each other."""
+    leaves = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32", "padding": "bool"}
+    return leaves | {"segment_ids": "int32"} if isolated else leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +41,7 @@ class BlendConfig(TokenFilesConfig):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return text_leaves(self.isolate_documents or self.reset_attention_mask, padded=True)
+        return text_leaves(self.isolate_documents or self.reset_attention_mask)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,9 +93,10 @@ def log_scores(cfg: RouterConfig, logits: Array) -> Array:
         return logits
     if cfg.score == "sigmoid":
         return jax.nn.log_sigmoid(logits)
-    tail = jnp.minimum(logits, NEARLY_ZERO)
-    log_softplus = jnp.log(jax.nn.softplus(jnp.maximum(logits, NEARLY_ZERO)))
-    return jnp.where(logits < NEARLY_ZERO, tail - jnp.exp(tail) / 2, log_softplus) / 2
+    small = logits < NEARLY_ZERO
+    tail = jnp.where(small, logits, NEARLY_ZERO)
+    log_softplus = jnp.log(jax.nn.softplus(jnp.where(small, NEARLY_ZERO, logits)))
+    return jnp.where(small, tail - jnp.exp(tail) / 2, log_softplus) / 2
 
 
 def shares(cfg: RouterConfig, logits: Array) -> Array:
@@ -133,18 +134,21 @@ def choose(
     if cfg.sparse_mixer is not None:
         routing = sparse_mixer(logits, k, cfg.sparse_mixer, draws)
         return routing._replace(weights=routing.weights * cfg.scale)
-    return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, _compared(cfg, lax.stop_gradient(logits), bias), k), k))
-
-
-def _compared(cfg: RouterConfig, logits: Array, bias: Array) -> Array:
-    """The numbers [T, E] whose largest ones are chosen; groups compare sums of them."""
+    fixed = lax.stop_gradient(logits)
     if cfg.balance_rate is not None:
-        return scores(cfg, logits) + bias[None]
-    if cfg.groups is None or (cfg.score == "softmax" and cfg.normalise == "chosen"):
-        return logits
+        compared = _above_zero(cfg, fixed) + bias[None]
+        return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, compared, k), k))
+    logs = log_scores(cfg, fixed)
+    sums_of_logits = cfg.score == "softmax" and cfg.normalise == "chosen"
     # The scores of a token over the largest: in the same order, without underflow.
-    logs = log_scores(cfg, logits)
-    return jnp.exp(logs - logs.max(-1, keepdims=True))
+    by_group = fixed if sums_of_logits else jnp.exp(logs - logs.max(-1, keepdims=True))
+    return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, by_group, fixed, k), k))
+
+
+def _above_zero(cfg: RouterConfig, logits: Array) -> Array:
+    """Scores [..., E] in their order, also where they underflow: below exp(-60) they fall more slowly."""
+    beyond = jnp.minimum(log_scores(cfg, logits) + 60, 0) if cfg.score != "softmax" else 0.0
+    return jnp.where(beyond < 0, np.float32(np.exp(-60)) / (1 - beyond), scores(cfg, logits))
 
 
 def replay(cfg: RouterConfig, logits: Array, replayed: Array, chosen: Array) -> tuple[Routing, Array]:
@@ -196,15 +200,16 @@ def _weighed(cfg: RouterConfig, logits: Array, experts: Array) -> Routing:
     return Routing(weights * cfg.scale, experts)
 
 
-def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
-    """Scores [T, E], minus infinity outside the chosen groups."""
+def _in_chosen_groups(cfg: RouterConfig, by_group: Array, compared: Array, k: int) -> Array:
+    """`compared` [T, E], minus infinity outside the groups with the largest sums of `by_group` [T, E]."""
     if cfg.groups is None or cfg.chosen_groups is None:
         return compared
-    groups = compared.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
+    groups = by_group.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
     sums = lax.top_k(groups, cfg.group_scores or k // cfg.chosen_groups)[0].sum(-1)
     best_groups = lax.top_k(sums, cfg.chosen_groups)[1]
     allowed = jnp.any(jax.nn.one_hot(best_groups, cfg.groups, dtype=bool), axis=1)
-    return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(compared.shape)
+    allowed = jnp.broadcast_to(allowed[:, :, None], groups.shape).reshape(compared.shape)
+    return jnp.where(allowed, compared, -jnp.inf)
 
 
 def sinkhorn(logits: Array, axes: TokenAxes, real: Array | None = None) -> Array:
@@ -314,7 +319,9 @@ def within_capacity(
     weights, experts = everywhere(lax.stop_gradient(routing.weights)), everywhere(routing.experts)
     capacity = ceil(experts.size / number * cfg.factor)
     if real is not None:
-        capacity = jnp.ceil(axes.summed(jnp.sum(real, dtype=jnp.float32)) * k / number * cfg.factor)
+        # In float64, as above: by the number of tokens.
+        capacities = np.ceil(np.arange(0, experts.size + 1, k) / number * cfg.factor).astype(np.int32)
+        capacity = jnp.asarray(capacities)[axes.summed(jnp.sum(real, dtype=jnp.int32))]
     flat = experts.swapaxes(0, 1).reshape(-1)
     order = jnp.arange(flat.size)
     if cfg.drop == "probability":

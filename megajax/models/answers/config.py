@@ -281,13 +281,6 @@ class AnswerDecoderConfig(DecoderConfig):
             if getattr(self, name):
                 message = f"belongs to the cross-entropy of tokens, which {type(self.objective).__name__} replaces"
                 problems.append(Problem(name, message, "set it to 0"))
-        for place in self.balancing():
-            message = (
-                "has a loss that balances experts, whose weight is relative to a mean over tokens, not over answers"
-            )
-            problems.append(
-                Problem(f"{place}.mlp.router", message, "set its losses to 0; balance_rate balances without")
-            )
         return problems + self.replay_problems()
 
     def replay_problems(self) -> list[Problem]:
@@ -331,12 +324,6 @@ class AnswerDecoderConfig(DecoderConfig):
     def first_loss(self) -> str:
         """That of the objective."""
         return self.objective.first_loss()
-
-    def balancing(self) -> dict[str, Any]:
-        """Place -> router with a loss that balances experts."""
-        routers = {place: getattr(block.mlp, "router", None) for place, block in self.named_blocks().items()}
-        losses = ("aux_loss", "row_loss", "global_loss", "z_loss")
-        return {place: r for place, r in routers.items() if any(getattr(r, name, 0) for name in losses)}
 
     def schema(self) -> dict[str, Leaf]:
         """The leaves of text, and those of the objective."""

@@ -12,7 +12,7 @@ from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.bert.config import BertConfig
 from megajax.models.decoder.module import DecoderLM, in_order
-from megajax.models.reduction import LossReduction
+from megajax.models.reduction import LossReduction, over_context
 
 RESIDUAL = ("batch", "seq_residual", "embed")
 
@@ -98,7 +98,8 @@ class Bert(DecoderLM):
             losses = -jnp.take_along_axis(log_p, batch["is_random"][:, None], axis=1)[:, 0]
             has_first = (ctx.index[0] == 0).astype(jnp.float32)
             total = total + jnp.sum(losses * reduction.row_weights(mask)) * has_first
-            metrics["next_sentence_loss"] = (jnp.sum(losses) * has_first, losses.shape[0] * has_first)
+            counted = (over_context(mask.sum(1)) > 0).astype(jnp.float32) * has_first
+            metrics["next_sentence_loss"] = (jnp.sum(losses * counted), jnp.sum(counted))
         return Loss(total, weight, metrics)
 
 

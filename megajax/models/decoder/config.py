@@ -198,9 +198,12 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def schema(self) -> dict[str, Leaf]:
         """Tokens, labels, positions, the documents of the tokens, and for layers with experts the padding."""
+        return text_schema(self.sequence_length, self.vocabulary_size, padding=self.routes())
+
+    def routes(self) -> bool:
+        """Whether a layer has experts."""
         parts = (part for block in self.named_blocks().values() for part in block.parts().values())
-        routes = any(isinstance(part, HasExperts) for part in parts)
-        return text_schema(self.sequence_length, self.vocabulary_size, padding=routes)
+        return any(isinstance(part, HasExperts) for part in parts)
 
     def replays_experts(self) -> bool:
         """Whether batches may have the experts of tokens, see `megajax.layers.context.Context`."""

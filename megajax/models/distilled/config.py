@@ -5,12 +5,13 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import ClassVar
 
+from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.checks import above_zero
 from megajax.layers.facts import Elements, Matmul, prefixed
 from megajax.mesh.config import ParallelConfig
-from megajax.models.decoder.config import DecoderConfig
+from megajax.models.decoder.config import DecoderConfig, text_schema
 from megajax.models.facts import SectionFacts
 
 
@@ -80,6 +81,11 @@ class DistilledDecoderConfig(DecoderConfig):
         if self.quantization is not None:
             problems.append(Problem("quantization", "is not available with a teacher", "set it to none"))
         return problems + label_problems(self)
+
+    def schema(self) -> dict[str, Leaf]:
+        """The leaves that the student or the teacher reads; rows are the student's."""
+        routes = self.routes() or self.teacher.routes()
+        return text_schema(self.sequence_length, self.vocabulary_size, padding=routes)
 
     def student(self) -> DecoderConfig:
         """The model without its teacher."""

@@ -7,6 +7,7 @@ positions: a mean over positions remains, whatever the labels' weights are. Both
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.extend
@@ -65,19 +66,20 @@ def counted_positions(context: Callable) -> Callable[[Rows], Array]:
 def labels_weight(parts: Staged, shared: Params) -> Callable[[Rows], Array]:
     """rows [B, ...] -> the weight of the rows' loss, `Loss.weight_sum`, without the computation of the loss.
 
-    Raises TypeError on a model whose weight depends on its output.
+    It does not depend on the model's output. Where the tracer can't tell, the output is taken as zeros.
     """
 
     def weight(rows: Rows) -> Array:
-        memory = None
+        memory: Any = None
         for section in parts.sections:
             memory = jax.eval_shape(partial(_output, section), shared, rows, memory)
         closed = jax.make_jaxpr(lambda x, rows: parts.head(shared, x, rows)[1][1])(memory, rows)
-        jaxpr, (used, *rows_used) = dce_jaxpr(closed.jaxpr, [True])
-        if used:
-            raise TypeError("the weight of a loss must not depend on the model's output")
-        leaves = [leaf for leaf, is_used in zip(jax.tree.leaves(rows), rows_used, strict=True) if is_used]
-        (total,) = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, closed.consts))(*leaves)
+        # Equations without outputs have effects, such as a print.
+        pure = closed.jaxpr.replace(eqns=[equation for equation in closed.jaxpr.eqns if equation.outvars])
+        jaxpr, used = dce_jaxpr(pure, [True])
+        arrays = jnp.zeros(memory.shape, memory.dtype), *jax.tree.leaves(rows)
+        needed = [array for array, is_used in zip(arrays, used, strict=True) if is_used]
+        (total,) = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, closed.consts))(*needed)
         return total
 
     return weight
