@@ -137,11 +137,14 @@ class Groups(Stored):
         return self._divided(shape, min(self.size, shape[self._axis(len(shape))])), _whole_at_rest(axes)
 
     def quantized(self, w: Array) -> tuple[Array, Array]:
-        """The scale maps the largest magnitude of a group to the largest number; it is 1 for a group of zeros."""
+        """The scale maps the largest magnitude of a group to the largest number.
+
+        It is 0 for a group of zeros, so that it does not widen the range of the scales when they are quantized too.
+        """
         axis = self._axis(w.ndim)
         groups = self._grouped(w.astype(jnp.float32), w.shape[axis] // min(self.size, w.shape[axis]))
-        scale = _scale(amax_of(groups, (axis + 1,)), self.values.largest)
-        bits = self.values.rounded(groups / jnp.expand_dims(scale, axis + 1))
+        scale = amax_of(groups, (axis + 1,)) / self.values.largest
+        bits = self.values.rounded(groups / jnp.expand_dims(jnp.where(scale == 0, 1.0, scale), axis + 1))
         return pack(bits.reshape(w.shape), axis), scale
 
     def dequantized(self, values: Array, scale: Array) -> Array:
