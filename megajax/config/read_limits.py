@@ -173,6 +173,13 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
         raise ValueError("lists and mappings are nested too deeply") from None
 
 
+def json_fault(error: Exception) -> str:
+    """What is wrong with a line of JSON, without the line number 1 that the parser gives it."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at character {error.colno}"
+    return str(error)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):

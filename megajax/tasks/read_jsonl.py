@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
-from megajax.config.read_limits import utf8_text
+from megajax.config.read_limits import json_fault, utf8_text
 from megajax.storage.local_copies import local_file
 
 
@@ -32,7 +32,9 @@ def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dic
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: is not JSON: {error}. Give one object in each line.") from error
+            raise UserError(
+                f"{path}, line {number}: is not JSON: {json_fault(error)}. Give one object in each line."
+            ) from error
         if not isinstance(value, dict):
             text = json.dumps(value)[:60]
             raise UserError(f"{path}, line {number}: is {text}, not an object with {_field_list(fields)}.")

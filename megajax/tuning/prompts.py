@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.config.read_limits import utf8_text
+from megajax.config.read_limits import json_fault, utf8_text
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
 from megajax.inference.prompts import Prompt, demand_messages, encode
@@ -115,7 +115,7 @@ def _line(encoder: "_Encoder", text: str, where: str) -> PromptLine:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is not valid JSON ({error}); {FORMS}") from error
+        raise UserError(f"{where}: is not valid JSON ({json_fault(error)}); {FORMS}") from error
     return encoder(row, where)
 
 

@@ -216,11 +216,14 @@ def test_byte_order_mark_blank_lines_and_half_surrogates_in_json(tmp_path):
     ("line", "message"),
     [
         ('{"text": "a"', r"line 3: not valid JSON \(Expecting ',' delimiter.*'\{\"text\": \"a\"'"),
-        ('{"body": "a", "id": 1}', r"line 3: no key 'text'; the line has 'body', 'id'\. Choose keys with --json-keys"),
-        ("{}", r"line 3: no key 'text'; the line has none"),
+        (
+            '{"body": "a", "id": 1}',
+            r"line 3: no key 'text'; the object has 'body', 'id'\. Choose keys with --json-keys",
+        ),
+        ("{}", r"line 3: no key 'text'; the object has none"),
         ('{"text": 5}', r"line 3: key 'text' holds a number, not a string"),
         ('{"text": null}', r"line 3: key 'text' holds a null"),
-        ('["a"]', r"line 3: a JSON list, but each line must be an object with the keys text"),
+        ('["a"]', r"line 3: a JSON list, but it must be an object with the keys text"),
         ('{"text": "\xff"}', r"line 3: not valid JSON"),
         ("[" * 100_000, r"line 3: not valid JSON"),
     ],

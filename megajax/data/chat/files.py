@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.read_limits import without_mark
+from megajax.config.read_limits import Budget, json_fault, without_mark
 from megajax.data.preprocessing.text_files import open_text
+from megajax.data.preprocessing.text_formats import LIMITS, read_line
 from megajax.storage.index_cache import Arrays, content_digest, content_key, load_or_build
 from megajax.storage.local_copies import local_file
 from megajax.tokenizers.base import Tokenizer, end_tokens_of
@@ -85,7 +86,7 @@ def json_object(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadLine(REASONS[0], f"not valid JSON ({error}); each line must be one object") from error
+        raise BadLine(REASONS[0], f"not valid JSON ({json_fault(error)}); each line must be one object") from error
     if not isinstance(record, dict):
         raise BadLine(REASONS[0], f"a JSON {type(record).__name__}, not an object")
     return record
@@ -274,7 +275,7 @@ class Reader:
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, numbered from 1."""
     with open_text(str(local_file(path))) as (stream, _):
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: read_line(stream, Budget(path, LIMITS)), b""), 1):
             text = without_mark(line, path) if number == 1 else line
             if text.strip():
                 yield number, text

@@ -10,6 +10,7 @@ import numpy as np
 
 from megajax.batch import Patches, Schema
 from megajax.config.errors import UserError
+from megajax.config.read_limits import json_fault
 from megajax.data.chat.files import BadLine, conversations_of
 from megajax.data.images.config import ImageTextConfig, ImageTextRowsConfig
 from megajax.data.images.decoding import Picture, StoredPicture, is_compressed, read_at, read_bounded
@@ -302,7 +303,7 @@ class ImageTextLines:
         try:
             line = json.loads(read_at(path, int(self.lines.offsets[item]), size))
         except (ValueError, RecursionError) as error:
-            raise UnreadableItem("no JSON", str(error)) from error
+            raise UnreadableItem("no JSON", json_fault(error)) from error
         if not isinstance(line, Mapping):
             raise UnreadableItem("no JSON", f"expected an object, found {str(line)[:50]!r}")
         folder = Path(self._config.image_folder).expanduser() if self._config.image_folder else path.parent

@@ -9,7 +9,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
 from pathlib import Path
@@ -133,18 +133,21 @@ class Member(NamedTuple):
     size: int
 
 
-def tar_members(file: BinaryIO) -> Iterator[Member]:
+def tar_members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
     """The regular files of a tar file (ustar, GNU and pax formats; IEEE Std 1003.1, pax), from their headers alone.
 
     Three to five times as fast as `tarfile`, which indexes the million images of ImageNet in five minutes.
 
+    Args:
+        read: first byte, number of bytes -> bytes of the file.
+        end: size of the file.
+
     Raises:
-        tarfile.ReadError: not a tar file, or a truncated one.
+        tarfile.ReadError: not a tar file, a truncated one, or one with a sparse file.
     """
-    end, position = os.fstat(file.fileno()).st_size, 0
-    changed: dict[bytes, bytes] = {}
+    position, changed = 0, dict[bytes, bytes]()
     while position < end:
-        head = os.pread(file.fileno(), BLOCK, position)
+        head = read(position, BLOCK)
         if not head.strip(b"\0"):
             return
         try:
@@ -160,10 +163,13 @@ def tar_members(file: BinaryIO) -> Iterator[Member]:
         kind = head[156:157]
         if kind in (b"x", b"L") and size > LONGEST_HEADER:
             raise tarfile.ReadError(f"its header at byte {position} has {size:,} bytes, at most {LONGEST_HEADER:,}")
+        more = read(data, size) if kind in (b"x", b"L") else b""
+        if kind == b"S" or b" GNU.sparse." in more:
+            raise tarfile.ReadError(f"the file at byte {position} is sparse: pack it without --sparse")
         if kind == b"x":
-            changed |= dict(PAX_RECORD.findall(os.pread(file.fileno(), size, data)))
+            changed |= dict(PAX_RECORD.findall(more))
         elif kind == b"L":
-            changed[b"path"] = os.pread(file.fileno(), size, data).rstrip(b"\0")
+            changed[b"path"] = more.rstrip(b"\0")
         else:
             if kind in (b"0", b"\0"):
                 yield Member(changed.get(b"path", _path(head)).decode("utf-8", "surrogateescape"), data, size)
@@ -205,7 +211,9 @@ def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
     rows, unusable = [], []
     try:
         with path.open("rb", buffering=0) as file:
-            for name, members in groupby(tar_members(file), lambda member: _sample(member.name)):
+            number, end = file.fileno(), path.stat().st_size
+            tar = tar_members(lambda start, size: os.pread(number, size, start), end)
+            for name, members in groupby(tar, lambda member: _sample(member.name)):
                 try:
                     rows.append(_entry(list(islice(members, LARGEST_SAMPLE + 1)), file, label))
                 except UnreadableItem as error:

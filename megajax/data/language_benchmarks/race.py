@@ -9,6 +9,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.config.read_limits import json_fault
 from megajax.data.language_benchmarks.config import RaceConfig
 from megajax.data.language_benchmarks.features import ExampleRow, Examples, SequenceBuilder, example_splits, read_lines
 from megajax.data.rows.splits import Rows, Splits
@@ -69,7 +70,7 @@ def _questions(group: str, path: Path) -> Iterator[Question]:
         try:
             data = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{location}: is not JSON: {error}. A line of RACE is an object.") from error
+            raise UserError(f"{location}: is not JSON: {json_fault(error)}. A line of RACE is an object.") from error
         _demand_article(location, data)
         identifier = f"{group}/{path.name}".lstrip("/") + (f":{number}" if len(lines) > 1 else "")
         for place, (question, options, answer) in enumerate(

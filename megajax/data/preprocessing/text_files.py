@@ -152,12 +152,17 @@ class Chunk:
 
     def line_number(self, offset: int) -> int:
         """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""
-        lines, remaining_bytes = 1, self.start + offset
         with open_text(self.file.path, self.file.generation) as (stream, _):
-            while remaining_bytes > 0 and (block := stream.read(min(remaining_bytes, 1 << 20))):
-                lines += block.count(b"\n")
-                remaining_bytes -= len(block)
-        return lines
+            return line_number(stream, self.start + offset)
+
+
+def line_number(stream: io.BufferedIOBase, offset: int) -> int:
+    """Line number, from 1, of byte `offset` of a text; reads the text up to there."""
+    lines = 1
+    while offset > 0 and (block := stream.read(min(offset, 1 << 20))):
+        lines += block.count(b"\n")
+        offset -= len(block)
+    return lines
 
 
 def find_files(inputs: Sequence[str], format: str | None = None, option: str = "--input") -> list[TextFile]:
@@ -264,6 +269,10 @@ def _format(path: str) -> str:
     return kind
 
 
+ZSTANDARD_BYTES = 1 << 12
+"""Bytes of a Zstandard file that are decompressed at a time, to up to 2**15 times as many."""
+
+
 class _Damaged(Exception):
     """A compressed file that can't be decompressed."""
 
@@ -282,7 +291,7 @@ class _ZstandardText(io.RawIOBase):
 
     def readinto(self, buffer: Buffer) -> int:
         while not self._text:
-            self._compressed = self._compressed or self._file.read(1 << 15)
+            self._compressed = self._compressed or self._file.read(ZSTANDARD_BYTES)
             if not self._compressed:
                 if self._frame is not None:
                     raise _Damaged("its end is missing")

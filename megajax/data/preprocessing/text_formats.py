@@ -7,7 +7,7 @@ completely in memory.
 import io
 import json
 import re
-from collections.abc import Buffer, Callable, Generator, Iterator, Sequence
+from collections.abc import Buffer, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import Budget, Limits
+from megajax.config.read_limits import Budget, Limits, json_fault
 from megajax.data.preprocessing.text_files import (
     Chunk,
     DocumentRule,
@@ -29,6 +29,7 @@ from megajax.data.preprocessing.text_files import (
 LIMITS = Limits(bytes=2**31)
 """Of the text up to the next document of a file, which is in memory at once."""
 PIECE_BYTES = 2**24
+BATCH_ROWS = 1024
 
 
 class TextFormat(Protocol):
@@ -109,6 +110,8 @@ class JsonLines(TextFormat):
     """A JSON object and a document in each line that is not blank; texts under `keys`."""
 
     keys: tuple[str, ...]
+    setting: str = "--json-keys"
+    """Names the keys, in messages."""
 
     def parts(self, file: TextFile, cuts: Sequence[int]) -> list[TextFile]:
         return PlainText(EachLine()).parts(file, cuts)
@@ -129,14 +132,14 @@ class JsonLines(TextFormat):
             record = json.loads(row)
         except (ValueError, RecursionError) as error:
             text = row[:60].decode("utf-8", errors="replace").rstrip()
-            raise UserError(f"not valid JSON ({error}): {text!r}. Each line must be one JSON object.") from error
+            raise UserError(f"not valid JSON ({json_fault(error)}): {text!r}. It must be one JSON object.") from error
         if not isinstance(record, dict):
             keys = ", ".join(self.keys)
-            raise UserError(f"a JSON {_kind(record)}, but each line must be an object with the keys {keys}.")
+            raise UserError(f"a JSON {_kind(record)}, but it must be an object with the keys {keys}.")
         for key in self.keys:
             if key not in record:
                 has = ", ".join(repr(name) for name in record) or "none"
-                raise UserError(f"no key {key!r}; the line has {has}. Choose keys with --json-keys.")
+                raise UserError(f"no key {key!r}; the object has {has}. Choose keys with {self.setting}.")
             if not isinstance(record[key], str):
                 raise UserError(f"key {key!r} holds a {_kind(record[key])}, not a string.")
         # JSON can contain half a surrogate pair, which has no UTF-8 encoding: it is encoded to three bytes.
@@ -148,6 +151,8 @@ class Parquet(TextFormat):
     """A document in each row; texts in the columns `keys`. A chunk is a row group."""
 
     keys: tuple[str, ...]
+    setting: str = "--json-keys"
+    """Names the columns, in messages."""
 
     def parts(self, file: TextFile, cuts: Sequence[int]) -> list[TextFile]:
         with _open_parquet(file) as parquet:
@@ -162,19 +167,20 @@ class Parquet(TextFormat):
     def chunks(self, file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
         with _open_parquet(file) as parquet:
             groups, schema = parquet.num_row_groups, parquet.schema_arrow
-        self._check_columns(file.path, schema)
+        self.check_columns(file.path, schema)
         stop = groups if file.stop is None else file.stop
         share = file.size / max(stop - file.start, 1)
         for number in range(stop - file.start):
             yield Chunk(file, file.start + number, b"", int((number + 1) * share) - int(number * share))
 
-    def _check_columns(self, path: str, schema: Any) -> None:
-        pyarrow = require("pyarrow", f"{path}, a Parquet file,")
+    def check_columns(self, path: str, schema: Any) -> None:
+        """Raises UserError if a column is missing, or not one of strings. schema: of pyarrow."""
+        pyarrow = require("pyarrow", path)
         for key in self.keys:
             if key not in schema.names:
                 has = ", ".join(schema.names) or "none"
                 raise UserError(
-                    f"{path}, row 1: no column {key!r}; the file has {has}. Choose columns with --json-keys."
+                    f"{path}, row 1: no column {key!r}; the file has {has}. Choose columns with {self.setting}."
                 )
             kind = schema.field(key).type
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
@@ -184,14 +190,23 @@ class Parquet(TextFormat):
                 raise UserError(f"{path}, row 1: column {key!r} holds {kind}, not strings.")
 
     def rows(self, chunk: Chunk) -> Iterator[tuple[int, Any]]:
+        with _open_parquet(chunk.file, self.keys) as parquet:
+            yield from self.rows_of(parquet.iter_batches(BATCH_ROWS, row_groups=[chunk.start], columns=list(self.keys)))
+
+    def rows_of(self, batches: Iterable[Any]) -> Iterator[tuple[int, tuple[bytes | None, ...]]]:
+        """(number, texts) of each row of record batches of pyarrow. A repeated entry of a dictionary is one object."""
         place, binary = 0, require("pyarrow", "Parquet").binary()
-        with _open_parquet(chunk.file) as parquet:
-            for batch in parquet.iter_batches(1024, row_groups=[chunk.start], columns=list(self.keys)):
-                columns = [batch.column(key) for key in self.keys]
-                columns = [getattr(column, "dictionary_decode", lambda column=column: column)() for column in columns]
-                for row in zip(*(column.cast(binary).to_pylist() for column in columns), strict=True):
-                    yield place, row
-                    place += 1
+
+        def texts(column: Any) -> Iterator[bytes | None]:
+            if not hasattr(column, "dictionary"):
+                return iter(column.cast(binary).to_pylist())
+            entries = column.dictionary.cast(binary).to_pylist()
+            return (None if index is None else entries[index] for index in column.indices.to_pylist())
+
+        for batch in batches:
+            for row in zip(*(texts(batch.column(key)) for key in self.keys), strict=True):
+                yield place, row
+                place += 1
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
         """Raises UserError for a row without a value in one of the columns."""
@@ -290,13 +305,17 @@ def _open_part(file: TextFile) -> Generator[tuple[io.BufferedIOBase, Callable[[]
 
 
 @contextmanager
-def _open_parquet(source: TextFile) -> Generator[Any]:
-    """A pyarrow ParquetFile. Raises UserError for a damaged file or if pyarrow is not installed."""
+def _open_parquet(source: TextFile, dictionaries: Sequence[str] = ()) -> Generator[Any]:
+    """A pyarrow ParquetFile. Raises UserError for a damaged file or if pyarrow is not installed.
+
+    dictionaries: columns of strings that are read as dictionaries, so that a long text in many rows is in memory once.
+    """
     path = source.path
     errors = require("pyarrow", f"{path}, a Parquet file,").lib.ArrowException
     parquet = require("pyarrow.parquet", f"{path}, a Parquet file,")
     try:
-        with parquet.ParquetFile(open_stored(path, source.generation) if source.generation else path) as file:
+        content = open_stored(path, source.generation) if source.generation else path
+        with parquet.ParquetFile(content, read_dictionary=list(dictionaries)) as file:
             yield file
     except (errors, OSError) as error:
         raise UserError(f"{path}: damaged, or not a Parquet file: {error}. Copy it again.") from error
@@ -307,10 +326,10 @@ def _next_start(file: TextFile, rule: DocumentRule, place: int) -> int:
     with open_text(file.path, file.generation) as (stream, _):
         stream.seek(place)
         budget = Budget(file.path, LIMITS)
-        place += len(_line(stream, budget))
-        previous = _line(stream, budget)
+        place += len(read_line(stream, budget))
+        previous = read_line(stream, budget)
         place += len(previous)
-        while line := _line(stream, budget):
+        while line := read_line(stream, budget):
             if rule.starts(previous, line):
                 return place
             place += len(line)
@@ -321,15 +340,15 @@ def _next_start(file: TextFile, rule: DocumentRule, place: int) -> int:
 def _to_next_start(path: str, stream: io.BufferedIOBase, rule: DocumentRule) -> tuple[bytes, bytes]:
     """Reads up to the next document start -> (the text before it, its first line; empty at the end of the file)."""
     budget = Budget(path, LIMITS)
-    skipped = [_line(stream, budget), _line(stream, budget)]
-    while line := _line(stream, budget):
+    skipped = [read_line(stream, budget), read_line(stream, budget)]
+    while line := read_line(stream, budget):
         if rule.starts(skipped[-1], line):
             return b"".join(skipped), line
         skipped.append(line)
     return b"".join(skipped), b""
 
 
-def _line(stream: io.BufferedIOBase, budget: Budget) -> bytes:
+def read_line(stream: io.BufferedIOBase, budget: Budget) -> bytes:
     """The next line. Raises OverBudget before a line fills the memory: a small compressed file may have a huge one."""
     pieces = [stream.readline(PIECE_BYTES)]
     while len(pieces[-1]) == PIECE_BYTES and not pieces[-1].endswith(b"\n"):

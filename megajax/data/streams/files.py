@@ -2,8 +2,10 @@
 
 import glob
 import io
-import tarfile
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -11,8 +13,12 @@ from typing import Any, Protocol
 from megajax.config.errors import UserError
 from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import parse_json, without_mark
-from megajax.data.preprocessing.text_files import unpacked
+from megajax.config.read_limits import Budget, Limits, without_mark
+from megajax.data.images.shards import tar_members
+from megajax.data.preprocessing.text_files import line_number, unpacked
+from megajax.data.preprocessing.text_formats import BATCH_ROWS, PIECE_BYTES, read_line
+from megajax.data.preprocessing.text_formats import JsonLines as JsonTexts
+from megajax.data.preprocessing.text_formats import Parquet as ParquetTexts
 from megajax.mesh.processes.peers import Peers
 from megajax.mesh.processes.reading_once import read_by_first
 from megajax.storage.local_copies import local_copy
@@ -25,6 +31,12 @@ RECORDS = 1024
 """Records of ArrayRecord in a chunk."""
 BUFFER = 1 << 20
 """Bytes of an object that are read at a time."""
+CHUNK_BYTES = 2**30
+CHUNK = Limits(bytes=CHUNK_BYTES, entries=2**24)
+"""Of the documents of a chunk, which are in memory at once."""
+SAMPLE = 16
+"""Documents of a file that are read at the start, to find one that is not text before the first step."""
+SETTING = "data.text"
 
 
 class Source(Protocol):
@@ -89,94 +101,176 @@ class StreamFile(Protocol):
     chunks: int
     """Number of chunks."""
 
-    def texts(self, chunk: int) -> Sequence[str | bytes]:
-        """The documents of a chunk."""
+    def texts(self, chunk: int, budget: Budget) -> Iterator[bytes]:
+        """The documents of a chunk in UTF-8, whose bytes are taken from the budget. Raises UserError, with the place in
+        the file, for a value that is not a text."""
         ...
 
 
-class Parquet:
+class JsonFile:
+    """Documents under a key of JSON objects."""
+
+    def __init__(self, source: Source, key: str):
+        self._source, self._format = source, JsonTexts((key,), SETTING)
+
+    def text(self, content: bytes, place: Callable[[], str]) -> bytes:
+        """The document of an object. Raises UserError. place: where it is in the file."""
+        try:
+            return self._format.texts(content)[0]
+        except UserError as error:
+            raise UserError(f"{self._source.name}, {place()}: {error}") from error
+
+
+class Columns:
+    """Documents in a column of a table."""
+
+    def __init__(self, source: Source, key: str, schema: Any, nulls: Iterable[tuple[int, int]]):
+        """nulls: number of rows of each chunk, and how many of them are known to have no text."""
+        self._name, self._key, self._format = source.name, key, ParquetTexts((key,), SETTING)
+        self._format.check_columns(source.name, schema)
+        counts = list(nulls)
+        self._starts = [0, *accumulate(rows for rows, _ in counts)]
+        self.chunks = len(counts)
+        for chunk, (_, missing) in enumerate(counts):
+            if missing:
+                place = f"rows {self._starts[chunk] + 1} to {self._starts[chunk + 1]}"
+                raise UserError(f"{source.name}, {place}: column {key!r} is empty (null) in {missing} of them.")
+
+    def texts(self, chunk: int, budget: Budget) -> Iterator[bytes]:
+        for place, row in self._format.rows_of(self.batches(chunk)):
+            try:
+                (text,) = self._format.texts(row)
+            except UserError as error:
+                raise UserError(f"{self._name}, row {self._starts[chunk] + place + 1}: {error}") from error
+            budget.spend(bytes=len(text))
+            yield text
+
+    def batches(self, chunk: int) -> Iterator[Any]:
+        """The rows of a chunk as record batches."""
+        raise NotImplementedError
+
+
+class Parquet(Columns):
     """A chunk is a row group."""
 
     def __init__(self, source: Source, key: str):
-        self._file, self._key = require("pyarrow.parquet", source.name).ParquetFile(source.seekable()), key
-        self.chunks = self._file.num_row_groups
+        library = require("pyarrow.parquet", source.name)
+        file = library.ParquetFile(source.seekable())
+        facts, schema = file.metadata, file.schema_arrow
+        self._groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+        paths = [facts.schema.column(number).path for number in range(facts.num_columns)]
+        self._column = paths.index(key) if key in paths else 0
 
-    def texts(self, chunk: int) -> Sequence[str | bytes]:
-        return self._file.read_row_group(chunk, columns=[self._key], use_threads=False).column(self._key).to_pylist()
+        def nulls(group: Any) -> int:
+            statistics = group.column(self._column).statistics
+            return 0 if statistics is None else statistics.null_count or 0
+
+        super().__init__(source, key, schema, ((group.num_rows, nulls(group)) for group in self._groups))
+        # As dictionaries, so that a long text in many rows is in memory once.
+        self._file = library.ParquetFile(source.seekable(), metadata=facts, read_dictionary=[key])
+
+    def batches(self, chunk: int) -> Iterator[Any]:
+        group = self._groups[chunk]
+        Budget(self._name, CHUNK).spend(group.num_rows, bytes=group.column(self._column).total_uncompressed_size)
+        yield from self._file.iter_batches(BATCH_ROWS, row_groups=[chunk], columns=[self._key], use_threads=False)
 
 
-class Arrow:
+class Arrow(Columns):
     """A stream or file of Arrow, as Hugging Face datasets writes it. A chunk is a record batch."""
 
     def __init__(self, source: Source, key: str):
         arrow = require("pyarrow", source.name)
         content = arrow.memory_map(str(source.local()))
         try:
-            self._batches = list(arrow.ipc.open_stream(content))
+            reader = batches = arrow.ipc.open_stream(content)
         except arrow.ArrowInvalid:
-            file = arrow.ipc.open_file(content)
-            self._batches = [file.get_batch(number) for number in range(file.num_record_batches)]
-        self._key, self.chunks = key, len(self._batches)
+            reader = arrow.ipc.open_file(content)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        self._batches, place = list[Any](), reader.schema.get_field_index(key)
 
-    def texts(self, chunk: int) -> Sequence[str | bytes]:
-        return self._batches[chunk].column(self._key).to_pylist()
+        def nulls() -> Iterator[tuple[int, int]]:
+            # Columns are mapped, but compressed ones take memory.
+            budget = Budget(source.name, Limits(bytes=CHUNK_BYTES + source.size))
+            for batch in batches:
+                self._batches.append(batch.select([place]))
+                column = batch.column(place)
+                budget.spend(bytes=getattr(column, "indices", column).nbytes)
+                yield len(batch), column.null_count
+
+        super().__init__(source, key, reader.schema, nulls())
+
+    def batches(self, chunk: int) -> Iterator[Any]:
+        batch = self._batches[chunk]
+        return (batch.slice(start, BATCH_ROWS) for start in range(0, len(batch), BATCH_ROWS))
 
 
-class JsonLines:
+class JsonLines(JsonFile):
     """A chunk is the lines that begin in LINES_BYTES; the whole of a compressed file."""
 
     def __init__(self, source: Source, key: str):
-        self._source, self._key, self._plain = source, key, source.name.endswith(".jsonl")
+        super().__init__(source, key)
+        self._plain = source.name.endswith(".jsonl")
         self.chunks = max(1, -(-source.size // LINES_BYTES)) if self._plain else 1
 
-    def texts(self, chunk: int) -> Sequence[str | bytes]:
-        with self._source.open() as file:
-            if not self._plain:
-                with unpacked(file, self._source.name) as stream:
-                    return [self._text(line) for line in io.BufferedReader(stream) if line.strip()]
-            lines, start, stop = [], chunk * LINES_BYTES, (chunk + 1) * LINES_BYTES
-            if start:
-                file.seek(start - 1)
-                file.readline()  # the line before, or its end
-            while file.tell() < stop and (line := file.readline()):
-                lines.append(line)
-        return [self._text(line) for line in lines if line.strip()]
+    def texts(self, chunk: int, budget: Budget) -> Iterator[bytes]:
+        place, stop = (chunk * LINES_BYTES, (chunk + 1) * LINES_BYTES) if self._plain else (0, sys.maxsize)
+        with self._text() as stream:
+            if place:
+                place, piece = place - 1, b""
+                stream.seek(place)
+                while place < stop and not piece.endswith(b"\n"):  # the line before, or its end
+                    piece = stream.readline(PIECE_BYTES)
+                    place = place + len(piece) if piece else stop
+            while place < stop and (line := read_line(stream, budget)):
+                if line.strip():
+                    yield self.text(line, lambda place=place: f"line {self._number(place)}")
+                place += len(line)
 
-    def _text(self, line: bytes) -> str:
-        return parse_json(line)[self._key]
+    def _number(self, place: int) -> int:
+        with self._text() as stream:
+            return line_number(stream, place)
+
+    @contextmanager
+    def _text(self) -> Generator[io.BufferedIOBase]:
+        with self._source.open() as file, unpacked(file, self._source.name) as stream:
+            yield stream
 
 
-class WebDataset:
+class WebDataset(JsonFile):
     """A chunk is the tar file; a document each .txt file, and each .json file with the key."""
 
     chunks = 1
 
-    def __init__(self, source: Source, key: str):
-        self._source, self._key = source, key
+    def texts(self, chunk: int, budget: Budget) -> Iterator[bytes]:
+        with self._source.open() as file:
 
-    def texts(self, chunk: int) -> Sequence[str | bytes]:
-        texts = []
-        with self._source.open() as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if member.isfile() and member.name.endswith((".txt", ".json")):
-                    content: Any = tar.extractfile(member)
-                    data = without_mark(content.read(), f"{self._source.name}, {member.name}")
-                    texts.append(data if member.name.endswith(".txt") else parse_json(data)[self._key])
-        return texts
+            def part(start: int, size: int) -> bytes:
+                file.seek(start)
+                return file.read(size)
+
+            for name, start, size in tar_members(part, self._source.size):
+                if name.endswith((".txt", ".json")):
+                    budget.spend(bytes=size)
+                    content = without_mark(part(start, size), f"{self._source.name}, {name}")
+                    yield content if name.endswith(".txt") else self.text(content, lambda name=name: name)
 
 
-class ArrayRecord:
+class ArrayRecord(JsonFile):
     """A chunk is RECORDS records."""
 
     def __init__(self, source: Source, key: str):
+        super().__init__(source, key)
         module = require("array_record.python.array_record_module", source.name)
-        self._reader = module.ArrayRecordReader(str(source.local()))
-        self._count, self._key = self._reader.num_records(), key
+        self._reader, self._key = module.ArrayRecordReader(str(source.local())), key
+        self._count = self._reader.num_records()
         self.chunks = -(-self._count // RECORDS)
 
-    def texts(self, chunk: int) -> Sequence[str | bytes]:
-        records = self._reader.read(chunk * RECORDS, min((chunk + 1) * RECORDS, self._count))
-        return [parse_json(record)[self._key] for record in records] if self._key else records
+    def texts(self, chunk: int, budget: Budget) -> Iterator[bytes]:
+        first = chunk * RECORDS
+        records = self._reader.read(first, min(first + RECORDS, self._count))
+        budget.spend(bytes=sum(map(len, records)))
+        for number, record in enumerate(records, first + 1):
+            yield self.text(record, lambda number=number: f"record {number}") if self._key else record
 
 
 READERS: Mapping[str, Callable[[Source, str], StreamFile]] = MappingProxyType(
@@ -195,11 +289,31 @@ READERS: Mapping[str, Callable[[Source, str], StreamFile]] = MappingProxyType(
 
 
 def open_file(source: Source, key: str) -> StreamFile:
-    """Raises UserError for an unknown suffix or a malformed file, OSError."""
+    """Raises UserError for an unknown suffix, a malformed file, or one without a column of texts; OSError."""
     suffix = next((suffix for suffix in READERS if source.name.endswith(suffix)), None)
     if suffix is None:
         raise UserError(f"{source.name}: the suffix is none of {', '.join(READERS)}")
     return guarded(source.name, lambda: READERS[suffix](source, key))
+
+
+def read_texts(file: StreamFile, name: str, chunk: int, most: int | None = None) -> list[bytes]:
+    """The documents of a chunk, or the first `most`. Raises UserError for what is malformed or too large, OSError."""
+
+    def texts() -> Iterator[bytes]:
+        budget = Budget(name, CHUNK)
+        for text in islice(file.texts(chunk, budget), most):
+            budget.spend(1)
+            yield text
+
+    return guarded(name, lambda: list(texts()))
+
+
+def chunks_of(source: Source, key: str) -> int:
+    """The number of chunks of a file, whose first documents are read to check them. Raises as `read_texts`."""
+    file = open_file(source, key)
+    if file.chunks and not isinstance(file, Columns):  # which have a type
+        read_texts(file, source.name, 0, SAMPLE)
+    return file.chunks
 
 
 def guarded[T](name: str, read: Callable[[], T]) -> T:
@@ -208,10 +322,8 @@ def guarded[T](name: str, read: Callable[[], T]) -> T:
         return read()
     except (UserError, OSError):
         raise
-    except KeyError as error:
-        raise UserError(f"{name}: there is no {error} in it: set data.text to the column or key of the text") from error
     except Exception as error:  # of the library of its format
-        raise UserError(f"{name} can't be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise UserError(f"{name} can't be read: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
 def on_disk(pattern: str, key: str) -> list[tuple[Source, int]]:
@@ -225,7 +337,7 @@ def on_disk(pattern: str, key: str) -> list[tuple[Source, int]]:
         paths = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
         if not paths:
             raise UserError(f"data: no files match {pattern} (looked for in {Path.cwd()})")
-        files.extend((file := DiskFile(path), open_file(file, key).chunks) for path in paths)
+        files.extend((file := DiskFile(path), chunks_of(file, key)) for path in paths)
 
     Peers().check(look)
     return files
@@ -240,7 +352,7 @@ def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[Source, i
         def look(name: str) -> tuple[str, int, str, int]:
             generation, size = store.stamp(name), store.size(name)
             blocks.generations[f"{store.url}/{name}"] = generation
-            return name, size, generation.hex(), open_file(StoreFile(store, name, size, blocks), key).chunks
+            return name, size, generation.hex(), chunks_of(StoreFile(store, name, size, blocks), key)
 
         return in_parallel(look, matching(store, pattern))
 
@@ -263,10 +375,10 @@ class Documents:
         self.places = [(number, chunk) for number, (_, chunks) in enumerate(files) for chunk in range(chunks)]
         """File and chunk of each chunk of the list."""
 
-    def texts(self, place: int) -> Sequence[str | bytes]:
-        """The documents of a chunk. Raises UserError for a malformed file, OSError."""
+    def texts(self, place: int) -> Sequence[bytes]:
+        """The documents of a chunk, in UTF-8. Raises UserError for a malformed file or one too large, OSError."""
         number, chunk = self.places[place]
         source = self.sources[number]
         if number not in self._files:
             self._files[number] = open_file(source, self._key)
-        return guarded(source.name, lambda: self._files[number].texts(chunk))
+        return read_texts(self._files[number], source.name, chunk)

@@ -6,8 +6,8 @@ its tokens k * S to k * S + S. The counts of tokens of the chunks before it say 
 chunks are read, and are kept in files, without which a resumed run reads the chunks before its place again.
 """
 
-import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -33,34 +33,51 @@ PATTERN = 1000
 """Rows of a lane in which each source of a mixture has its share, rounded to one of them."""
 CACHED = 2
 """Units that a lane keeps of each source."""
+COUNT = re.compile(rb"\[(\d{1,18}), (\d{1,18}), \d+\]")
 
 
 class Counts:
-    """The token counts of the chunks of a source, in files that the processes of runs append to."""
+    """The token counts of the chunks of a source, in files that the processes of runs append to.
+
+    A line has a chunk, its count and a CRC-32 of both. One that is cut off or damaged is left out: its chunk is counted
+    again.
+    """
 
     def __init__(self, folder: Path):
         self._folder, self._counts, self._lock = folder, dict[int, int](), threading.Lock()
-        for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    unit, count = json.loads(line)
-                    self._counts[int(unit)] = int(count)
-                except (ValueError, TypeError):  # a line that was cut off
-                    continue
-        self._path = folder / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+        self._path, damaged = folder / f"{socket.gethostname()}-{os.getpid()}.jsonl", 0
+        try:
+            for line in (line for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().split(b"\n")):
+                unit, count = map(int, match.groups()) if (match := COUNT.match(line)) else (0, 0)
+                if line == self._line(unit, count):
+                    self._counts[unit] = count
+                else:
+                    damaged += bool(line)
+        except OSError as error:
+            print(f"{folder} can't be read ({error.strerror}): a resume is slow", file=sys.stderr)
+        if damaged:
+            print(f"{folder}: {damaged} lines are damaged; their chunks are counted again", file=sys.stderr)
+
+    def _line(self, unit: int, count: int) -> bytes:
+        checksum = zlib.crc32(f"{self._folder.name} {unit} {count}".encode())
+        return b"[%d, %d, %d]" % (unit, count, checksum)
 
     def get(self, unit: int) -> int | None:
         return self._counts.get(unit)
 
     def put(self, unit: int, count: int) -> None:
+        """Raises UserError for another count than a known one, by which rows were found."""
         with self._lock:
-            if unit in self._counts:
+            if (known := self._counts.get(unit)) is not None:
+                if known != count:
+                    problem = f"chunk {unit} had {known} tokens when it was counted, and has {count} now"
+                    raise UserError(f"{self._folder}: {problem}: a file has changed. Restore it, or start a new run.")
                 return
             self._counts[unit] = count
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(f"{json.dumps([unit, count])}\n")
+                with self._path.open("ab") as file:
+                    file.write(self._line(unit, count) + b"\n")
             except OSError as error:
                 print(f"{self._folder} can't be written ({error.strerror}): a resume is slow", file=sys.stderr)
 
@@ -96,12 +113,11 @@ class TextPart:
         chunk, share = divmod(unit, self._shares)
         return self._encoded(self.documents.texts(chunk)[share :: self._shares], unit, epoch)
 
-    def _encoded(self, texts: Sequence[str | bytes], unit: int, epoch: int) -> Iterator[np.ndarray]:
+    def _encoded(self, texts: Sequence[bytes], unit: int, epoch: int) -> Iterator[np.ndarray]:
         end, count = np.array([self._tokenizer.eod], np.int32), 0
         for place in self._permutation(len(texts), epoch, 1 + unit).tolist():
             if text := texts[place]:
-                encode = self._tokenizer.encode if isinstance(text, str) else self._tokenizer.encode_bytes
-                tokens = np.concatenate([encode(text), end])
+                tokens = np.concatenate([self._tokenizer.encode_bytes(text), end])
                 count += len(tokens)
                 yield tokens
         self.counts.put(unit, count)
