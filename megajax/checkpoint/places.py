@@ -18,7 +18,7 @@ from megajax.storage.stores import fetched, open_store
 
 STORED_STEP = re.compile(rf"(?P<run>.*?)/{CHECKPOINTS}(?:/(?P<step>\d+))?")
 """URL of the checkpoints of a run in a store, or of one step."""
-NEEDED = ("config.yaml", "reference.json", "tokenizer/")
+NEEDED = ("config.yaml", "tokenizer/")
 """Files of a run folder that its readers need, beside its steps."""
 
 

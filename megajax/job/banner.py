@@ -394,9 +394,11 @@ def _reference(reference: Reference | None) -> list[tuple[str, str]]:
     """The reference model of preference optimization."""
     if reference is None:
         return []
-    source = f"{reference.scored:,} rows scored now" if reference.scored else "read"
+    source = f"log-probabilities: {f'{reference.scored:,} rows scored now' if reference.scored else 'read'}"
     files = ", ".join(map(str, reference.files))
-    return [("reference model", f"weights {reference.weights}; log-probabilities: {source}, {files}")]
+    return [
+        ("reference model", f"weights {reference.weights}; {'' if reference.scored is None else f'{source}, '}{files}")
+    ]
 
 
 def _passes(rows: Any) -> str:

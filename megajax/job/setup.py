@@ -14,6 +14,7 @@ from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
+from megajax.data.rows.row_source import RunBatches
 from megajax.faults.activity import BACKGROUND_SAVE, Activity, Stage
 from megajax.faults.drills import with_process_faults
 from megajax.faults.signals import Signals
@@ -30,7 +31,6 @@ from megajax.job.start.data_files import DataFiles
 from megajax.job.start.equal_files import input_groups
 from megajax.job.start.model_files import ModelFiles
 from megajax.job.start.preflight import demand_health
-from megajax.job.start.reference_file import ReferenceFile
 from megajax.job.start.resume import Resume
 from megajax.job.start.reward_model import load_reward_model
 from megajax.job.start.weights import InitialWeights, frozen_weights_warning
@@ -162,10 +162,12 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
     elif sources:
         state = InitialWeights(sources, console.say)
     with console.ticker("setting up data, model and state"):
-        reference = ReferenceFile(attempt.folder.reference, resumes=local.belongs_to_run(start))
-        load_model = partial(load_reward_model, say=console.say)
-        run = begin(resolved, state, activity, reference.expected(), load_model)
-        reference.record(run.reference)
+        load_model, reference = partial(load_reward_model, say=console.say), None
+        if isinstance(state, Resume):
+            reference = state.reference
+        run = begin(resolved, state, activity, reference, load_model)
+        if isinstance(run.batches, RunBatches):
+            run.reference = run.batches.keep_reference(attempt.folder.path, reference)
         if isinstance(state, Resume):  # perhaps of another step: a restore may find the first one damaged
             start = state.reader, state.step
         stop.begin(0 if start is None else start[1])

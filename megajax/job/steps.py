@@ -64,6 +64,7 @@ class Steps:
             lambda: (
                 checkpoint_meta(job.run.parts, config_yaml, job.data, job.provenance)
                 | {"spikes": guard.spikes.state(), "batches": job.run.batches.state()}
+                | {"reference": job.run.reference and job.run.reference.weights}
             ),
             cfg.steps,
         )

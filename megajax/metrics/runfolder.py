@@ -16,8 +16,6 @@ class RunFolder:
         self.path = path
         self.config_yaml, self.config_diff = path / "config.yaml", path / "config.diff"
         self.metrics, self.events = path / "metrics.jsonl", path / "events.jsonl"
-        self.reference = path / "reference.json"
-        """The checksum of the reference model's weights, of preference optimization."""
         self.superseded = path / "metrics.superseded.jsonl"
         """Lines of steps that a resumed run has repeated."""
         self.layers = path / "layers.jsonl"

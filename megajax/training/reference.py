@@ -71,11 +71,11 @@ class Reference(NamedTuple):
     """The reference model of a run."""
 
     weights: str
-    """Checksum of its weights."""
+    """Checksum of its weights, which is in the metadata of steps."""
     files: tuple[Path, ...]
-    """The stored log-probabilities."""
-    scored: int
-    """Rows that this attempt has computed."""
+    """The stored log-probabilities, or weights."""
+    scored: int | None
+    """Rows that this attempt has computed; None: the files have weights."""
 
 
 class Store:

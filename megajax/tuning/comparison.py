@@ -1,7 +1,6 @@
 """Scores of a rollout by the trainer: how its engine differs, and the log-probabilities of the reference model."""
 
-from functools import partial
-from operator import getitem
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,17 @@ from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.mesh.named_shardings import replicated
 from megajax.mesh.processes.peers import Peers
-from megajax.training.reference import reference_weights
+from megajax.storage.index_cache import atomic_write
+from megajax.storage.write_errors import write_fault
+from megajax.training.reference import Reference as KeptReference
+from megajax.training.reference import reference_weights, weights_checksum
 from megajax.training.scoring import Scorer
 from megajax.tuning.config import RolloutsConfig
 from megajax.tuning.rows import Block
 
 SCORED = ("tokens", "labels", "positions", "loss_mask", "segment_ids", "padding")
 FILE = "reference_weights.npz"
+REMEDY = "put back the file of this run, or start a new run"
 
 
 def scores(scorer: Scorer, block: Block, *more: str) -> np.ndarray:
@@ -74,53 +77,96 @@ class Comparison:
 
 
 class Reference:
-    """The reference model: the weights that the run starts from, or the frozen ones below low-rank adapters."""
+    """The reference model: the weights that the run starts from, or the frozen ones below low-rank adapters.
+
+    A run keeps them in a file of its folder, with layers in their order, and their checksum in the metadata of its
+    steps.
+    """
 
     def __init__(self, parts: Any):
         self._parts, self._scorer, self._peers = parts, scorer_of(parts), Peers()
-        self._weights: Params | None = None
+        self._declared, self._weights = parts.program.arrays, dict[str, Array]()
 
     def __call__(self, weights: Params, block: Block, *, new: bool) -> np.ndarray:
-        """Its log-probabilities, float32 [R, S]. new: whether the run starts with these weights.
-
-        Raises UserError for a run that resumes without the file of the reference weights.
-        """
+        """Its log-probabilities, float32 [R, S]. new: whether the run starts with these weights."""
         if self._parts.program.adapters:
             self._scorer.weights = reference_weights(self._parts.program, weights)
         else:
-            self._weights = self._weights or (self._stored(weights) if new else self._read(weights))
+            if not self._weights and not new:
+                raise UserError("the weights of the reference model are gone: resume the run with megajax.train")
+            self._weights = self._weights or copies(weights)
             self._scorer.weights = self._weights
         log_p = scores(self._scorer, block)
         self._scorer.weights = {}
         return np.where(block["loss_mask"] > 0, log_p, 0)
 
-    @property
-    def _path(self) -> Path:
-        return Path(self._parts.cfg.run_dir).expanduser() / FILE
+    def keep(self, weights: Params, folder: Path, expected: str | None) -> KeptReference | None:
+        """Store the weights of a new run, or read those of a run that resumes; None: the state has them.
 
-    def _stored(self, weights: Params) -> Params:
-        """Copies of the weights, which process 0 stores."""
+        expected: as in `megajax.training.reference.attach_reference`. Raises UserError for a file that can't be read
+        or written, or has other weights. A collective.
+        """
+        if self._parts.program.adapters:
+            return None
+        path = folder / FILE
+        self._weights = self._read(path, weights) if expected else copies(weights)
+        checksum = weights_checksum(self._weights, self._declared)
+        if expected is None:
+            self._write(path)
+        elif checksum != expected:
+            what = f"it has the weights {checksum}, and those of the run's reference model are {expected}"
+            raise UserError(f"{path}: {what}: {REMEDY}")
+        return KeptReference(checksum, (path,), None)
+
+    def _write(self, path: Path) -> None:
+        """Process 0 writes the file."""
         whole, arrays = jax.jit(lambda x: x, out_shardings=replicated(self._parts.program.mesh)), dict[str, Any]()
-        for path, x in weights.items():
-            arrays[path] = np.asarray(whole(x)) if self._peers.first else whole(x).shape
-        writes = self._peers.first and self._path.parent.is_dir()
-        self._peers.check((lambda: np.savez(self._path, **arrays)) if writes else lambda: None)
-        return {path: jnp.copy(x) for path, x in weights.items()}
+        for name, x in self._weights.items():
+            array = whole(x)
+            if self._peers.first:
+                rows, values = layer_rows(self._declared[name].layers), np.asarray(array)
+                arrays[name] = values if rows is None else values[rows]
 
-    def _read(self, weights: Params) -> Params:
+        def write() -> None:
+            for left in path.parent.glob(f"{FILE}.*.tmp"):  # by a killed process
+                left.unlink(missing_ok=True)
+            try:
+                with atomic_write(path) as file:
+                    np.savez(file, **arrays)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be written: {write_fault(error)}") from error
+
+        self._peers.check(write if self._peers.first else lambda: None)
+
+    def _read(self, path: Path, weights: Params) -> dict[str, Array]:
         stored = dict[str, Array]()
 
         def read() -> None:
             try:
-                with np.load(self._path, allow_pickle=False) as file:
-                    for path, x in weights.items():
-                        whole = file[path].view(x.dtype)
-                        stored[path] = jax.make_array_from_callback(x.shape, x.sharding, partial(getitem, whole))
-            except (OSError, KeyError, ValueError) as error:
+                with np.load(path, allow_pickle=False) as file:
+                    for name, x in weights.items():
+                        whole, rows = np.zeros(x.shape, x.dtype), layer_rows(self._declared[name].layers)
+                        place, values = ... if rows is None else rows, file[name].view(x.dtype)
+                        if values.shape != whole[place].shape:
+                            raise ValueError(f"{name} has the shape {values.shape}, not {whole[place].shape}")
+                        whole[place] = values
+                        stored[name] = jax.make_array_from_callback(x.shape, x.sharding, whole.__getitem__)
+            except Exception as error:  # of many kinds, for damaged files
+                cause = f"{type(error).__name__}: {str(error)[:200]}"
                 raise UserError(
-                    f"{self._path}: the run resumes, and the weights of its reference model cannot be read ({error}): "
-                    "put the file back, or start a new run"
+                    f"{path}: the run resumes, and its reference model can't be read ({cause}): {REMEDY}"
                 ) from error
 
         self._peers.check(read)
         return stored
+
+
+def copies(weights: Params) -> dict[str, Array]:
+    """The weights in buffers of their own: a step takes those of its state."""
+    return {path: jnp.copy(x) for path, x in weights.items()}
+
+
+def layer_rows(layers: Sequence[int]) -> np.ndarray | None:
+    """The rows of stacked weights in the order of the layers, without padding; None: the array is not stacked."""
+    rows = sorted((layer, row) for row, layer in enumerate(layers) if layer >= 0)
+    return np.array([row for _, row in rows]) if rows else None

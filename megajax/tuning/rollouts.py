@@ -36,7 +36,7 @@ from megajax.tokenizers.base import end_tokens_of
 from megajax.training.check_compiler_options import inference_options
 from megajax.training.program import Program
 from megajax.training.scoring import placed_rows
-from megajax.tuning.comparison import Comparison, Reference
+from megajax.tuning.comparison import Comparison, Reference, layer_rows
 from megajax.tuning.judging import UNFINISHED, Background, Group, Judge
 from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
 
@@ -93,9 +93,8 @@ class OrderedLayers:
     def __init__(self, program: Program):
         state, sources = program.state_like(), dict[str, np.ndarray]()
         for path, spec in program.arrays.items():
-            rows = sorted((layer, row) for row, layer in enumerate(spec.layers) if layer >= 0)
-            source = np.array([row for _, row in rows], np.int32)
-            if len(source) and not np.array_equal(source, np.arange(len(spec.layers))):
+            source = layer_rows(spec.layers)
+            if source is not None and not np.array_equal(source, np.arange(len(spec.layers))):
                 sources[path] = source
         likes = {path: {**state.params, **state.observed}[path] for path in sources}
         shapes = {path: (len(sources[path]), *like.shape[1:]) for path, like in likes.items()}
@@ -244,6 +243,10 @@ class Rollouts:
     def attach(self, run: Any) -> None:
         """Take weights from this run."""
         self._run = run
+
+    def keep_reference(self, folder: Path, expected: str | None) -> Any:
+        """Store or read the weights of the reference model; see `Reference.keep`. None: the loss reads none."""
+        return None if self._reference is None else self._reference.keep(self._run.state.inputs, folder, expected)
 
     def imbalance(self) -> None:
         """Rows are not balanced."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from small_jobs import losses, model, run_config
 
+from megajax.checkpoint.reader import open_checkpoints
 from megajax.config.errors import UserError
 from megajax.data.chat.config import MockPreferencesConfig
 from megajax.faults.config import ResilienceConfig
@@ -55,8 +56,9 @@ def test_a_run_scores_its_reference_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert train(config(tmp_path, resilience=stopping)) == 0
     assert losses(tmp_path / "run")[0] == pytest.approx(np.log(2), rel=1e-6)
     (file,) = scores(tmp_path)
-    recorded = json.loads((tmp_path / "run" / "reference.json").read_text())
-    assert recorded["files"] == [str(file)]
+    (step,) = open_checkpoints(tmp_path / "run")[0].steps()
+    checksum = open_checkpoints(tmp_path / "run")[0].meta(step)["reference"]
+    assert json.loads(file.with_suffix(".json").read_text())["weights"] == checksum
     monkeypatch.setattr(reference, "score", forbidden)
     moved = file.rename(tmp_path / file.name)
     with pytest.raises(UserError, match=rf"the run resumes, .*Put {file.name} back, set data.reference_dir"):

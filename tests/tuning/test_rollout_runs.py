@@ -3,8 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from run_folder import timeless_steps
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.training.session import setup
+from megajax.tuning.comparison import REMEDY
 
 SIZES = ("data.prompts=8", "data.answers=8", "data.passes=2", "batch.global_size=8", "batch.micro_size=2")
 SETTINGS = (*SIZES, "logging.report=false")
@@ -84,13 +86,59 @@ def test_a_killed_run_with_a_rollout_ahead_goes_on_as_if_nothing_had_happened(tm
     assert expected[1]["mismatch_most"] < 1e-5 < expected[5]["mismatch_most"]
 
 
+def damages(content: bytes) -> Iterator[bytes]:
+    """The file cut off, empty, and with changed bytes in each part of it."""
+    yield from (b"", content[:10], content[: len(content) // 2], content[:-1], b"PK" + bytes(200), b"text")
+    for place in (0, 8, 26, 40, *np.linspace(100, len(content) - 1, 20).astype(int).tolist()):
+        yield content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :]
+
+
+def test_the_weights_of_the_reference_are_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    """On another layout too. A damaged file, another run's, and none are one message each."""
+
+    def keep(*settings: str, devices: int = 1) -> Any:
+        cfg = load("grpo.py:debug", *SETTINGS, "model.objective.kl_weight=0.1", *settings, devices=devices)
+        run = setup(cfg, devices=jax.devices()[:devices])
+        run.close()
+        return partial(run.batches.keep_reference, tmp_path), run.batches._reference
+
+    first, reference = keep()
+    kept = first(None)
+    path, expected = tmp_path / "reference_weights.npz", reference._weights
+    assert kept.files == (path,) and [*tmp_path.iterdir()] == [path]
+    content, refused = path.read_bytes(), 0
+    for damaged in damages(content):
+        path.write_bytes(damaged)
+        try:
+            first(kept.weights)
+        except UserError as error:
+            assert str(error).startswith(f"{path}: ") and str(error).endswith(REMEDY)
+            refused += 1
+        else:  # a byte that says nothing, such as a date
+            assert all(np.array_equal(x, expected[name]) for name, x in reference._weights.items())
+    assert refused > 20
+    path.write_bytes(content)
+    staged, on_stages = keep("parallel.pipeline=3", devices=3)
+    assert staged(kept.weights).weights == kept.weights
+    layered = [name for name, spec in on_stages._declared.items() if spec.layers]
+    assert any(on_stages._weights[name].shape != expected[name].shape for name in layered)
+    other, _ = keep("seed=7")
+    other(None)
+    with pytest.raises(UserError, match=rf"it has the weights \w+, and those of .* are {kept.weights}"):
+        first(kept.weights)
+    path.unlink()
+    with pytest.raises(UserError, match=r"the run resumes, and its reference model can't be read \(FileNotFound"):
+        first(kept.weights)
+
+
 DYING = """
 import os, signal, sys
 import numpy as np
 from megajax.train import main
 
-def dying(path, **arrays):
-    path.write_bytes(b"half a file")
+def dying(file, **arrays):
+    file.write(b"half a file")
+    file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
 np.savez = dying
@@ -100,12 +148,14 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_while_it_stores_its_reference_starts_again(tmp_path: Path) -> None:
-    """Nothing reads the half-written file, and all numbers are those of a run that was not killed."""
+    """The half-written file never has its name, and all numbers are those of a run that was not killed."""
     words = ("model.objective.kl_weight=0.1", "steps=5")
     assert train(tmp_path, "whole", *words) == 0
     assert train(tmp_path, "killed", *words, program=("-c", DYING)) == -9
-    assert (tmp_path / "killed" / "reference_weights.npz").read_bytes() == b"half a file"
+    (left,) = (tmp_path / "killed").glob("reference_weights.npz*")
+    assert left.suffix == ".tmp" and left.read_bytes() == b"half a file"
     assert train(tmp_path, "killed", *words) == 0
+    assert [path.name for path in (tmp_path / "killed").glob("reference_weights*")] == ["reference_weights.npz"]
     assert timeless_steps(tmp_path / "killed") == timeless_steps(tmp_path / "whole")
 
 
@@ -183,7 +233,6 @@ def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
         assert 0 < lines[0]["mismatch_masked"] < 1
     if "model.objective.kl_weight=0.1" in words:
         assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)
-        assert (tmp_path / "reference_weights.npz").exists()
 
 
 @pytest.mark.slow

@@ -48,6 +48,13 @@ class RunBatches(Protocol):
         """Make the batches from the state of this run."""
         ...
 
+    def keep_reference(self, folder: Path, expected: str | None) -> Any:
+        """Store the reference model of a new run in its folder, or read it -> `megajax.training.reference.Reference`.
+
+        expected: checksum of its weights; None: the run is new. None: there is no such model to keep.
+        """
+        ...
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint of the run's present step has to keep of them, as plain values."""
         ...

@@ -84,6 +84,10 @@ def changes(stored_facts: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     }
 
 
+UNKNOWN = "unknown"
+"""The checksum that no weights have."""
+
+
 @dataclass
 class Resume:
     """Restores the state of a checkpoint in this run's layout, if no fact of the training has changed.
@@ -103,6 +107,11 @@ class Resume:
     """The data files of this run."""
     following: Callable[[], tuple[CheckpointReader | LocalCheckpoints, int, bool]] | None = None
     """Reader, step and `same_run` of the next checkpoint to try; None: a damaged one is an error."""
+
+    @property
+    def reference(self) -> str | None:
+        """Checksum of the weights of the run's reference model; None: a new run, whose weights are the reference."""
+        return (self.reader.meta(self.step).get("reference") or UNKNOWN) if self.same_run else None
 
     @property
     def ancestor(self) -> Ancestor:
