@@ -23,6 +23,7 @@ from megajax.interop.formats import Reading, open_stored
 from megajax.interop.huggingface.format import family_for
 from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, tokenizer_folder, without_adapters
 from megajax.interop.peft.folder import JoinedWeights, MergedWeights, read_adapter
+from megajax.interop.peft.format import moved_biases
 from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
 from megajax.interop.runs.format import RunModel, StepWeights, open_step
 from megajax.interop.stored.model_differences import describe_differences, differences
@@ -163,7 +164,11 @@ def stored_adapter(
     if pairs:
         lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
         raise UserError(f"the adapter of {folder} (here) belongs to another model (there):\n{lines}")
-    return step.weights(), adapted
+    source = step.weights()
+    if weights is not None and (biases := moved_biases(declared_by(adapted), source, weights)):
+        problem = f"the biases by which experts are chosen are not those of {weights.where}: {listed(biases)} differ"
+        raise UserError(f"{folder}: {problem}. Its adapter alone is another model: give the run itself.")
+    return source, adapted
 
 
 def adapter_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Params]:

@@ -476,6 +476,39 @@ def test_an_adapter_names_its_base_model_and_its_task(tmp_path: Path, capsys: py
     assert recorded(arrays)["base_model_name_or_path"] == str(hf)
 
 
+def test_biases_of_experts_that_moved_are_not_lost_in_silence(tmp_path: Path) -> None:
+    """Those of the base model need no place in the folder; others are refused, and named if there is no base."""
+    write_llama(tmp_path / "llama")
+    plain = replace(conversion.open_source(f"hf:{tmp_path / 'llama'}"), origin=Provenance())
+    experts = {"n_routed_experts": 3, "moe_intermediate_size": 8, "first_k_dense_replace": 0, "n_shared_experts": 1}
+    config = {**LLAMA, "model_type": "glm4_moe", "partial_rotary_factor": 0.5, "num_experts_per_tok": 2, **experts}
+    base_cfg = families()["glm4_moe"].read(Settings({**config, "routed_scaling_factor": 1.0}))
+    arrays, hf = dict(random_weights(base_cfg).weights), tmp_path / "hf"
+    write(plain.derived(base_cfg, ArraySource(arrays)), f"hf:{hf}", options(None), lambda elements: None)
+    model = replace(base_cfg, lora=replace(LORA, targets=("*.mixer.query",)))
+    arrays |= {
+        path: values for path, values in random_weights(model).weights.items() if path.endswith((LORA_A, LORA_B))
+    }
+    path, *others = (name for name in arrays if name.endswith("load.sum"))
+    moved = {**arrays, path: arrays[path] + np.float32(0.001) * (np.arange(3) == 1)}
+
+    def written(arrays: dict[str, np.ndarray], name: str) -> tuple[str, str]:
+        target, stored = f"peft:{tmp_path / str(len([*tmp_path.iterdir()]))}", plain.derived(model, ArraySource(arrays))
+        lines = write(stored, target, options(None, base=name), lambda elements: None)
+        return "\n".join(lines), conversion.verify(stored, target, options(None, base=name), lambda elements: None)
+
+    lines, verified = written(arrays, f"hf:{hf}")
+    assert "are chosen" not in lines + verified and verified.endswith("all equal")
+    with pytest.raises(UserError, match=rf"chosen are not those of {hf}, .*: {path} differ\n.*--merge --to=hf:DIR"):
+        written(moved, f"hf:{hf}")
+    for lines in written(moved, ""):
+        assert "not in the folder: the biases by which experts are chosen, which the base model must have:" in lines
+        assert path in lines
+    assert "equal" not in lines
+    still = arrays | {name: np.zeros_like(arrays[name]) for name in (path, *others)}
+    assert "are chosen" not in "".join(written(still, ""))
+
+
 def test_families_have_the_tasks_of_peft() -> None:
     """For models without a task, the class of transformers is recorded."""
     tasks = {name: family.task for name, family in families().items()}

@@ -1,6 +1,7 @@
 """Adapter folders of the PEFT library as a format of stored models."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from megajax.interop.peft.folder import SUFFIXES, TENSORS, JoinedWeights, adapte
 from megajax.interop.peft.settings import CONFIG
 from megajax.interop.stored.model import Advance, Options, StoredModel
 from megajax.layers.low_rank import ADAPTERS
+from megajax.layers.moe.module import ExpertLoad
+from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
 from megajax.optim.groups import trainable
 from megajax.storage.atomic_folders import new_folder
 
 SAMPLE = 16
 """Elements of each dimension at both ends of a weight that are compared with the base model's."""
+LEFT_OUT = "not in the folder: the biases by which experts are chosen"
 BASE_ADVICE = (
     "write the model that the adapters were trained on with --to=hf:DIR, and give it with --base=hf:DIR, or a name at "
     "the Hub with --base=NAME; or set base_model_name_or_path in adapter_config.json"
@@ -68,12 +72,14 @@ def write(stored: StoredModel, folder: Path, options: Options, advance: Advance)
 
 def verify(stored: StoredModel, name: str, options: Options, advance: Advance) -> str:
     """Compares the tensors of the adapters with the files. Returns a summary; raises UserError if they differ."""
-    folder, (_, expected) = split_name(name)[1], _files(stored, options, None)
+    folder, (_, expected), (_, lines) = split_name(name)[1], _files(stored, options, None), base_model(stored, options)
     adapters = SafetensorsFolder(folder)
     differing = [name for name, tensor in expected.items() if adapters.read(name).tobytes() != tensor.tobytes()]
     advance(sum(tensor.size for tensor in expected.values()))
     if differing:
         raise UserError(f"{folder} does not hold the adapters that were written: {', '.join(differing)} differ")
+    if left_out := [line for line in lines if line.startswith(LEFT_OUT)]:
+        return f"verified: {len(expected)} tensors of adapters as written. {left_out[0]}"
     return f"verified: {len(expected)} tensors, all equal"
 
 
@@ -96,14 +102,18 @@ def _demand_adapters_alone(stored: StoredModel, folder: Path) -> None:
 def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[str]]:
     """(the base model to record for an adapter, lines about it).
 
-    It is --base, or else the folder that the weights came from. Raises UserError if --base has other weights.
+    It is --base, or else the folder that the weights came from. Raises UserError if --base has other weights, and if
+    the run has moved biases by which experts are chosen, which are the base model's with an adapter.
     """
     named_folder = options.base.removeprefix("hf:")
     folder = named_folder or (stored.origin.folder if stored.origin.family else "")
+    biases = moved_biases(stored.declared, stored.weights, None)
+    left_out = [f"{LEFT_OUT}, which the base model must have: {listed(biases)}"] * bool(biases)
     if not folder:
-        return None, [f"base model: not known; {BASE_ADVICE}"]
+        return None, [f"base model: not known; {BASE_ADVICE}", *left_out]
     if not Path(folder).is_dir():
-        return folder, [f"base model: {folder}, which is not a folder here, so its weights were not compared"]
+        line = f"base model: {folder}, which is not a folder here, so its weights were not compared"
+        return folder, [line, *left_out]
     base = open_stored(f"hf:{folder}", Reading(ignore=["*"]))
     base.demand_fit()
     quantizing = Quantizing.if_any(stored.model)
@@ -111,8 +121,25 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
         problem = f"the weights below the adapters are not those of {folder}: {listed(differing)} differ"
         if named_folder:
             raise UserError(f"--base={options.base}: {problem}")
-        return None, [f"base model: {problem}; {BASE_ADVICE}"]
+        return None, [f"base model: {problem}; {BASE_ADVICE}", *left_out]
+    if biases := moved_biases(stored.declared, stored.weights, base.weights):
+        raise UserError(
+            f"--to=peft: the biases by which experts are chosen are not those of {folder}, and an adapter can't hold "
+            f"them: {listed(biases)} differ\nWrite the whole model instead: --merge --to=hf:DIR"
+        )
     return str(Path(folder).absolute()), [f"base model: {Path(folder).absolute()}"]
+
+
+def moved_biases(declared: Mapping[str, ParamSpec], weights: WeightSource, base: WeightSource | None) -> list[str]:
+    """Paths of the states of experts' loads whose biases differ from those of the base model, or from 0."""
+    shapes, known, moved = weights.shapes(), {} if base is None else base.shapes(), list[str]()
+    for path, spec in declared.items():
+        if isinstance(spec.updater, ExpertLoad) and path in shapes:
+            *layers, _, experts = shapes[path]
+            box = tuple(slice(0, size) for size in (*layers, 1, experts))
+            expected = base.read(path, box) if base is not None and path in known else 0
+            moved += [path] * bool((weights.read(path, box) != expected).any())
+    return moved
 
 
 def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
