@@ -262,6 +262,32 @@ def test_older_names_and_copies_of_bert() -> None:
     assert not opened({**BERT, "architectures": ["BertForMaskedLM"]}, renamed)[0].next_sentence
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_an_untied_head_of_bert_has_the_bias_that_is_stored(tie: bool) -> None:
+    """Of its own, as transformers 5 writes it; or as before under the name of the tied head's, which has no other."""
+    config = {**BERT, "architectures": ["BertForMaskedLM"], "tie_word_embeddings": tie}
+    tensors = random(described({**config, "tie_word_embeddings": False}).table)
+    weight, bias, other = (f"cls.predictions.{name}" for name in ("decoder.weight", "decoder.bias", "bias"))
+    family = family_of(Settings(config))
+    before = {other if name == bias else name: tensor for name, tensor in tensors.items()}
+    for stored in (tensors, {**tensors, other: tensors[bias] + 1}, before):
+        renamed, model = rename_tensors(Arrays(stored), family, family.read(Settings(config)))
+        assert not model.tied and bias in opened(config, stored)[1]
+        np.testing.assert_array_equal(renamed.read(bias), tensors[bias])
+    without = {name: tensor for name, tensor in before.items() if name != weight}
+    if tie:
+        assert opened(config, without)[0].tied
+    else:
+        with pytest.raises(UserError, match=r"cls\.predictions\.decoder\.weight: missing"):
+            opened(config, without)
+
+
+def test_bert_without_token_types_is_no_model_of_transformers() -> None:
+    """Megatron-LM's BERT without a second head has none, and BertModel fails on an empty table."""
+    model = replace(described(BERT).model, token_types=0)
+    assert lost_settings(model, family_of(Settings(BERT))) == ["token_types: 0 here, 1 there"]
+
+
 def test_newer_names_of_llava_and_unread_layers() -> None:
     tensors = random(described(LLAVA).table)
     tensors["vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight"] = np.zeros((10, 8), np.float32)

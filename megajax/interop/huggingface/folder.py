@@ -200,6 +200,10 @@ def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[Rename
             copies |= heads
         else:
             model = replace(model, tied=False)
+    if not getattr(model, "tied", True):
+        # Until transformers 5, an untied head had the bias of the tied one, which is stored under that name alone.
+        biases = [(copy, bias) for copy, bias in family.heads.items() if bias.endswith(".bias") and bias in names]
+        names |= {copy: names.pop(bias) for copy, bias in biases if copy not in names}
     for copy, original in copies.items():
         if _is_copy(copy, original, names, tensors):
             # A copy without an original gets the original's name.

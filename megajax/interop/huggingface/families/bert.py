@@ -68,6 +68,7 @@ def _write(cfg: Any) -> dict[str, Any]:
     return {
         "architectures": [f"{name}ForPreTraining" if cfg.next_sentence else f"{name}ForMaskedLM"],
         **to_settings(cfg, MODEL),
+        "type_vocab_size": max(1, cfg.token_types),  # each token has a type in transformers
         "num_hidden_layers": cfg.stack.layers(),
         "num_attention_heads": block.mixer.heads,
         "intermediate_size": block.mlp.ffn,
