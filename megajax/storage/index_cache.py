@@ -20,7 +20,8 @@ import struct
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -297,6 +298,21 @@ def atomic_write(path: Path) -> Generator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def checked_line(values: Sequence[Any]) -> bytes:
+    """JSON values as a line with a CRC-32 of them, without its end, for a file that processes append to."""
+    text = json.dumps(values)
+    return f"{text[:-1]}, {zlib.crc32(text.encode())}]".encode()
+
+
+def checked_values(line: bytes) -> list[Any] | None:
+    """The values of a `checked_line`; None for a line that was cut off or damaged."""
+    try:
+        *values, _ = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return values if checked_line(values) == line else None
 
 
 def _map(path: Path) -> mmap.mmap | None:

@@ -1,7 +1,6 @@
 """A model's answers on disk, so that an interrupted evaluation can resume."""
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from megajax.config.errors import UserError
 from megajax.mesh.processes.peers import Peers
+from megajax.storage.index_cache import checked_line, checked_values
 from megajax.storage.write_errors import write_fault
 from megajax.training.scoring import Answer, Window
 
@@ -20,8 +20,8 @@ from megajax.training.scoring import Answer, Window
 class RequestCache:
     """One file per model with one line per window: digest, log-probability, number of correct tokens.
 
-    Lines truncated by an interruption are ignored. The first process reads and writes the file; all processes have its
-    content. Replicas write a file for each part of their work, and read all of them.
+    Lines that an interruption has cut off, or that are damaged, are ignored. The first process reads and writes the
+    file; all processes have its content. Replicas write a file for each part of their work, and read all of them.
     """
 
     def __init__(self, folder: Path, key: str, part: str = ""):
@@ -36,11 +36,9 @@ class RequestCache:
         self._text = b""
         Peers("evaluation cache").check(lambda: self._open(folder) if self._first else None)
         for line in _everywhere(self._text).split(b"\n"):
-            try:
-                digest, value, correct = json.loads(line)
+            if (values := checked_values(line)) is not None:
+                digest, value, correct = values
                 self._answers[digest] = Answer(float.fromhex(value), correct)
-            except (ValueError, TypeError):
-                continue
         self.loaded = len(self._answers)
         """Number of answers from earlier attempts."""
 
@@ -65,8 +63,8 @@ class RequestCache:
         for window, answer in zip(windows, answers, strict=True):
             self._answers[_digest(window)] = answer
             if self._first:
-                line = json.dumps([_digest(window), float(answer.log_probability).hex(), answer.right])
-                self._file.write(f"{line}\n".encode())
+                line = checked_line([_digest(window), float(answer.log_probability).hex(), answer.right])
+                self._file.write(line + b"\n")
         if self._first:
             self._file.flush()
 

@@ -181,6 +181,14 @@ def test_answers_of_other_weights_are_not_reused(tmp_path):
         assert cache.get([window, window._replace(counted=1)]) == [(-1.5, 1), None]
     with RequestCache(tmp_path, "two") as cache:
         assert cache.get([window]) == [None]
+    cache = RequestCache(tmp_path, "one")
+    content = cache.path.read_bytes()
+    for bit in range(0, 8 * len(content) - 8, 5):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        cache.path.write_bytes(damaged)
+        with RequestCache(tmp_path, "one") as cache:
+            assert cache.get([window]) == [None] and cache.loaded == 0
 
 
 HARNESS = """

@@ -7,7 +7,6 @@ chunks are read, and are kept in files, without which a resumed run reads the ch
 """
 
 import os
-import re
 import socket
 import sys
 import threading
@@ -25,7 +24,7 @@ from megajax.data.rows.row_source import check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, parse_paths
 from megajax.data.streams.files import Documents
 from megajax.data.text.config import StreamConfig
-from megajax.storage.index_cache import content_key, user_cache
+from megajax.storage.index_cache import checked_line, checked_values, content_key, user_cache
 from megajax.storage.ranged_files import BlockCache
 from megajax.tokenizers.base import Tokenizer
 
@@ -33,14 +32,12 @@ PATTERN = 1000
 """Rows of a lane in which each source of a mixture has its share, rounded to one of them."""
 CACHED = 2
 """Units that a lane keeps of each source."""
-COUNT = re.compile(rb"\[(\d{1,18}), (\d{1,18}), \d+\]")
 
 
 class Counts:
     """The token counts of the chunks of a source, in files that the processes of runs append to.
 
-    A line has a chunk, its count and a CRC-32 of both. One that is cut off or damaged is left out: its chunk is counted
-    again.
+    A line that is cut off or damaged is left out: its chunk is counted again.
     """
 
     def __init__(self, folder: Path):
@@ -48,19 +45,14 @@ class Counts:
         self._path, damaged = folder / f"{socket.gethostname()}-{os.getpid()}.jsonl", 0
         try:
             for line in (line for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().split(b"\n")):
-                unit, count = map(int, match.groups()) if (match := COUNT.match(line)) else (0, 0)
-                if line == self._line(unit, count):
-                    self._counts[unit] = count
+                if (values := checked_values(line)) is not None:
+                    self._counts[values[0]] = values[1]
                 else:
                     damaged += bool(line)
         except OSError as error:
             print(f"{folder} can't be read ({error.strerror}): a resume is slow", file=sys.stderr)
         if damaged:
             print(f"{folder}: {damaged} lines are damaged; their chunks are counted again", file=sys.stderr)
-
-    def _line(self, unit: int, count: int) -> bytes:
-        checksum = zlib.crc32(f"{self._folder.name} {unit} {count}".encode())
-        return b"[%d, %d, %d]" % (unit, count, checksum)
 
     def get(self, unit: int) -> int | None:
         return self._counts.get(unit)
@@ -77,7 +69,7 @@ class Counts:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with self._path.open("ab") as file:
-                    file.write(self._line(unit, count) + b"\n")
+                    file.write(checked_line([unit, count]) + b"\n")
             except OSError as error:
                 print(f"{self._folder} can't be written ({error.strerror}): a resume is slow", file=sys.stderr)
 
