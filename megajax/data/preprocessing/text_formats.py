@@ -233,10 +233,13 @@ class LinePairs(TextFormat):
             open_text(second, file.second_generation) as (targets, also),
         ):
             while True:
-                source_lines = sources.readlines(size)
-                target_lines = [line for line in (targets.readline() for _ in source_lines) if line]
+                source_lines, room = list[bytes](), size
+                while room > 0 and (line := read_line(sources, Budget(file.path, LIMITS))):
+                    source_lines.append(line)
+                    room -= len(line)
+                target_lines = [line for _ in source_lines if (line := read_line(targets, Budget(second, LIMITS)))]
                 lines += len(target_lines)
-                if len(target_lines) < len(source_lines) or (not source_lines and targets.readline()):
+                if len(target_lines) < len(source_lines) or (not source_lines and targets.readline(1)):
                     longer, shorter = (file.path, second) if source_lines else (second, file.path)
                     message = f"has no line {lines + 1}, but {longer} has; the lines of both files belong together"
                     raise UserError(f"{shorter} {message}.")
