@@ -30,6 +30,7 @@ from megajax.mesh.processes.world import process_index
 from megajax.mesh.xla_options import memory_fraction
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.trace_summary import find_trace
+from megajax.models.facts import flops_of
 from megajax.training.program import Program
 from megajax.training.resolved import Resolved, resolve
 from megajax.training.run_config import RunConfig
@@ -50,11 +51,11 @@ def mfu(
     """Speed of the shipped train step: tokens/s, TFLOP/s, MFU, memory, kernels.
 
     No data or tokenizer is loaded: all steps use one batch of random tokens, and the weights are freshly initialised.
-    --steps: timed steps, after untimed warm-up steps. MFU is FLOP/s over the published bfloat16 peak, with causal
-    attention counted as half and in full. A GPU without a known peak is an error (exit code 2) unless --peak-tflops has
-    its bfloat16 peak; a CPU has no MFU. --trace=FILE: then trace two further steps into a compressed file for
-    `python -m megajax.tools.trace FILE`. --export=FILE: weights and batch of the first step, for another trainer to
-    start from. For several processes, start each as for training (docs/launch.md).
+    --steps: timed steps, after untimed warm-up steps. MFU is FLOP/s over the published bfloat16 peak, once with the
+    attention scores that the mask leaves (causal) and once with all (full). A GPU without a known peak is an error
+    (exit code 2) unless --peak-tflops has its bfloat16 peak; a CPU has no MFU. --trace=FILE: then trace two further
+    steps into a compressed file for `python -m megajax.tools.trace FILE`. --export=FILE: weights and batch of the first
+    step, for another trainer to start from. For several processes, start each as for training (docs/launch.md).
     """
     figures, bench = measure(cfg, steps=steps, peak_tflops=peak_tflops, export=export)
     if process_index() == 0:
@@ -192,7 +193,9 @@ def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) 
 
     With fp8, the MFU is also relative to the 8-bit peak.
     """
-    flops = cfg.model.flops()
+    flops = flops_of(cfg.model, cfg.optimizer.trainable)
+    if flops is None:
+        raise UserError(f"{type(cfg.model).__name__} has no facts, so its FLOPs are unknown (docs/own_model.md)")
     rate = StepRate(
         devices=devices, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full, peak_flops=roof.bf16
     )
@@ -274,7 +277,7 @@ def report(figures: dict[str, Any]) -> str:
     first, last = figures["losses"][0], figures["last_loss"]
     speed = [
         ("tokens/s per device", f"{rate['median']:,.0f} ({_tails(rate, 1, 0)})"),
-        ("TFLOP/s per device", f"{flops['causal']:.4g} with causal attention, {flops['full']:.4g} with full"),
+        ("TFLOP/s per device", f"{flops['causal']:.4g} causal, {flops['full']:.4g} full (no mask)"),
         ("MFU", _mfu(figures)),
         ("step", f"{1e3 * step['median']:.2f} ms ({_tails(step, 1e3, 2)}; {timed})"),
         ("compilation", f"{duration(seconds['compile'])}, after {duration(seconds['lower'])} of tracing; {cached}"),
@@ -307,7 +310,7 @@ def _mfu(figures: dict[str, Any]) -> str:
     if mfu["causal"] is None:
         return f"none: no peak is known for {'CPU' if figures['device'] == 'cpu' else figures['device']}"
     of = f"of the bf16 peak, {peak:g} TFLOP/s ({figures['peak_source']})"
-    text = f"{mfu['causal']:.1%} with causal attention, {mfu['full']:.1%} with full, {of}"
+    text = f"{mfu['causal']:.1%} causal, {mfu['full']:.1%} full (no mask), {of}"
     if figures.get("peak_fp8_tflops") is None:
         return text
     share, peak = figures["mfu_of_fp8_peak"], figures["peak_fp8_tflops"]

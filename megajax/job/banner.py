@@ -83,8 +83,7 @@ def _model(program: Program, tokens: int) -> list[tuple[str, str]]:
         unused = f" (the tokenizer has {tokens:,})" if tokens != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if model.flops is not None:
-        by_attention = f"{model.flops.causal:.4g} with causal attention, {model.flops.full:.4g} with full"
-        rows.append((f"FLOPs per {model.unit.removesuffix('s')}", by_attention))
+        rows.append((f"FLOPs per {model.unit.removesuffix('s')}", model.flops.text()))
     if predicted and vocabulary is not None:
         expected = cfg.first_loss()
         expected = f"ln {vocabulary} = {log(vocabulary):.3f}" if expected is None else expected

@@ -38,6 +38,7 @@ from megajax.metrics.console import Console, open_console
 from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
 from megajax.metrics.runfolder import RunFolder
+from megajax.models.facts import flops_of
 from megajax.models.protocol import position_unit
 from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
@@ -201,9 +202,11 @@ def set_up_job(resolved: Resolved, attempt: Attempt, manager: CheckpointManager)
 
 
 def _open_console_and_signals(attempt: Attempt, cfg: RunConfig) -> tuple[Console, Signals]:
+    flops = flops_of(cfg.model, cfg.optimizer.trainable)
     terms = Terms(
         position_unit(cfg.model),
         flops=jax.local_devices()[0].platform != "cpu",
+        megatron=None if flops is None else flops.megatron_ratio,
         likelihood=cfg.model.first_loss() is None,
     )
     console = open_console(cfg.logging, total_steps=cfg.steps, primary=jax.process_index() == 0, terms=terms)

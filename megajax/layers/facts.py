@@ -13,6 +13,7 @@ from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
+from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.recompute import PARTS, Part, SavePolicy
 
 CUT_AXES = frozenset({"heads", "kv_heads", "mlp"})
@@ -125,6 +126,11 @@ class Matmul:
         """Elements of the weights."""
         return self.experts * self.inputs.total * self.outputs.total
 
+    @property
+    def multiply_adds(self) -> float:
+        """Per token."""
+        return self.size * self.per_token / self.experts
+
     def local_size(self, tensor: int) -> float:
         """Elements of the weights on one device during a step."""
         return self.experts * self.inputs.local(tensor) * self.outputs.local(tensor)
@@ -148,19 +154,6 @@ class Matmul:
     def copies(self, tensor: int) -> float:
         """The part of `undivided` that a device uses during a step: one group."""
         return self.undivided(tensor) / self.outputs.groups
-
-
-class MultiplyAdds(NamedTuple):
-    """Multiply-adds of a forward pass, counted as in Megatron-LM's throughput: matmuls without norms and softmax."""
-
-    per_token: float
-    per_pair: float = 0
-    """Per pair of tokens of a row, under a causal mask that hides half of the pairs; windows are ignored."""
-    per_full_pair: float = 0
-    """Per pair of tokens of a row, without a causal mask."""
-
-    def plus(self, other: "MultiplyAdds") -> "MultiplyAdds":
-        return MultiplyAdds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Side(NamedTuple):
@@ -236,7 +229,7 @@ class LayerFacts(Builds):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Multiply-adds of the matmuls."""
-        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)))
+        return MultiplyAdds(sum(matmul.multiply_adds for matmul in self.matmuls(hidden)))
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """All matrices."""

@@ -19,6 +19,9 @@ class Terms:
     """Unit of the speed: tokens, positions or rows. Perplexity is shown for tokens only."""
     flops: bool = True
     """Whether FLOP/s are shown; on CPUs they are close to 0."""
+    megatron: float | None = 1.0
+    """FLOPs by Megatron-LM's formula over those that the model needs (causal), for the line that has the format of its
+    log; None: not known."""
     likelihood: bool = True
     """Whether the loss is a mean of -log p, so that its exponential is a perplexity."""
 
@@ -111,8 +114,8 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {rates.step_seconds * 1000:.1f}",
     ]
-    if terms.flops and rates.tflops_per_device_causal is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {rates.tflops_per_device_causal:.1f}")
+    if terms.flops and terms.megatron is not None and rates.tflops_per_device_causal is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {terms.megatron * rates.tflops_per_device_causal:.1f}")
     parts += [
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size:5d}",

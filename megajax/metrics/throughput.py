@@ -1,8 +1,9 @@
 """Speed of steps: tokens per second, FLOP/s, and the share of the hardware's peak (MFU); and goodput of a run.
 
 MFU, model FLOPs utilisation, is defined in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOP/s a
-model needs, without recomputation, divided by the peak of the devices. It is given twice: with causal attention (only
-the used half of the scores) and with full attention. Published figures use either.
+model needs, without recomputation, divided by the peak of the devices. It is given twice: causal, with the attention
+scores that the mask leaves, and full, with all scores, as without a mask. Published figures use either. The FLOPs are
+those of `megajax.models.facts.count_flops`.
 """
 
 import re
@@ -61,9 +62,9 @@ class Rates:
     """Throughput of all devices together."""
     tokens_per_second_per_device: float | None
     tflops_per_device_causal: float | None
-    """Model TFLOP/s per device, attention counted as causal."""
+    """Model TFLOP/s per device, with the attention scores that the mask leaves."""
     tflops_per_device_full: float | None
-    """Model TFLOP/s per device, attention counted in full."""
+    """Model TFLOP/s per device, with all attention scores."""
     mfu_causal: float | None
     """Fraction of the peak, 0 to 1."""
     mfu_full: float | None

@@ -5,15 +5,15 @@ FLOPs are unknown (null in metrics, omitted in the banner), and plans use only t
 Importing this imports neither jax nor flax.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.block.config import BlockConfig
+from megajax.layers.block.step_work import ALL, PASSES, Count, Reached, Training, block_work, factors
 from megajax.layers.checks import missing_members
 from megajax.layers.facts import (
     BlockFacts,
@@ -27,7 +27,7 @@ from megajax.layers.facts import (
     prefixed,
     total_size,
 )
-from megajax.layers.lora.config import LoRAConfig
+from megajax.layers.multiply_adds import VisibleKeys
 from megajax.layers.recompute import Recomputing
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.protocol import ModelConfig, ids_below
@@ -35,12 +35,24 @@ from megajax.models.protocol import ModelConfig, ids_below
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of one training step per position of a row, with two conventions for core attention."""
+    """Operations of one training step per position of a row; the conventions are in megajax.layers.block.step_work."""
 
     causal: float
-    """Half of the scores where a mask hides later tokens: the necessary operations."""
+    """Of attention, the pairs of positions that the mask leaves: the necessary operations."""
     full: float
-    """All scores: the older convention."""
+    """All pairs, as without a mask."""
+    megatron: float | None = None
+    """By Megatron-LM's formula; None: not known, of a model that counts by itself."""
+
+    @property
+    def megatron_ratio(self) -> float | None:
+        """megatron / causal."""
+        return None if self.megatron is None else self.megatron / self.causal
+
+    def text(self) -> str:
+        """All of them, in words."""
+        theirs = "" if self.megatron is None else f"; {self.megatron:.4g} by Megatron-LM's formula"
+        return f"{self.causal:.4g} causal, {self.full:.4g} full (no mask){theirs}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +250,13 @@ def demand_facts(model: Any) -> Facts:
     return facts
 
 
-def flops_of(model: Any) -> Flops | None:
-    """Operations per position; None if unknown. A model without facts may have `flops()`."""
+def flops_of(model: Any, trainable: tuple[str, ...] = ALL) -> Flops | None:
+    """Operations per position; None if unknown. A model without facts may have `flops()`.
+
+    trainable: patterns of the names of trained weights, as optimizer.trainable.
+    """
     if isinstance(model, Facts):
-        return None if facts_of(model) is None else count_flops(model)
+        return None if facts_of(model) is None else count_flops(model, trainable)
     count = getattr(model, "flops", None)
     return None if count is None else count()
 
@@ -274,47 +289,105 @@ def _used_size(weight: Weight, ids: int | None) -> int:
     return weight.size // weight.shape[weight.axes.index("vocab")] * ids
 
 
-PASSES = 3
-"""A forward pass, and a backward pass of twice the operations."""
+def count_flops(model: Facts, trainable: tuple[str, ...] = ALL) -> Flops:
+    """Operations of a training step per position of `row_positions()`. trainable: as in `flops_of`."""
+    needed = row_counts(model, Training(trainable, getattr(model, "lora", None)))
+    theirs = row_counts(model, Training(megatron=True))
+    causal = _total(needed, lambda visible, length: visible.pairs(length))
+    full = _total(needed, lambda visible, length: length**2)
+    megatron = _total(theirs, lambda visible, length: length**2 / (1 + visible.causal))
+    return Flops(*(2 * total / model.row_positions() for total in (causal, full, megatron)))
 
 
-def count_flops(model: Facts) -> Flops:
-    """Forward and backward pass per position of `row_positions()`, as if all weights were trained.
+class RowCount(NamedTuple):
+    """Sequences of a row."""
 
-    Of frozen sections the forward pass alone.
+    sequences: float
+    length: int
+    """Positions of each, without padding."""
+    count: Count
 
-    Counted as in Megatron-LM's throughput line: a multiply-add is two operations, and the backward pass costs twice the
-    forward pass. Matmuls of mixers, MLPs, input layers and heads count; table lookups, norms, softmax and recomputation
-    do not, and windows are ignored. For multi-token prediction, blocks, two matrices, three norms and logits count.
-    Megatron-LM has no formula for encoder-decoder models: its counts per layer are added up over both sections, with
-    keys and values of cross-attention over the encoder's positions.
-    """
+
+def _total(rows: Sequence[RowCount], pairs: Callable[[VisibleKeys, int], float]) -> float:
+    """Multiply-adds of a row. pairs: those of a mask and a length."""
+    return sum(
+        row.sequences
+        * (row.length * row.count.once + sum(n * pairs(visible, row.length) for visible, n in row.count.pairs))
+        for row in rows
+    )
+
+
+def row_counts(model: Facts, training: Training) -> list[RowCount]:
+    """Every section of a row, and its head."""
     sections, head = model.section_facts(), model.head_facts()
-    last, ahead = sections[-1], len(head.ahead)
-    once = masked = full = 0.0
-    for section, block, times in _blocks(sections, head):
-        length = section.length - section.padding
-        count, positions = (
-            block.multiply_adds(section.hidden, section.memory_length / length),
-            section.sequences * length,
-        )
-        positions *= passes_of(section)
-        once += times * positions * count.per_token
-        masked += times * positions * length * count.per_pair
-        full += times * positions * length * count.per_full_pair
+    rows, reached, entry = list[RowCount](), Reached(), False
     for section in sections:
-        positions = section.sequences * (section.length - section.padding) * passes_of(section)
-        once += sum(positions * matmul.size * matmul.per_token for matmul in section.matmuls)
-    scored = head.pairs + sum(matmul.size * matmul.per_token for matmul in head.matmuls)
-    scored += (1 + ahead) * last.hidden * head.columns
-    once += PASSES * head.positions * (scored + ahead * (3 * last.hidden + 2 * last.hidden**2))
-    row = model.row_positions()
-    return Flops(causal=2 * (once + full + masked / 2) / row, full=2 * (once + full + masked) / row)
+        trained_here = training._replace(patterns=(), lora=None) if section.frozen else training
+        # A section with memory has inputs of its own, by the tables of the one before; others read its output.
+        reached = Reached(entry, reached.stream) if section.memory_length else Reached(reached.stream)
+        reached = Reached((training.megatron and not section.frozen) or reached.stream, reached.memory)
+        inputs = [weight for weight in section.tables if "vocab" not in weight.axes]
+        count = _products(section.matmuls, reached.stream, trained_here.share(inputs))
+        reached = reached._replace(stream=reached.stream or any(map(trained_here.trains, section.weights)))
+        entry = reached.stream
+        layers, reached = _stack(section, trained_here, reached)
+        normed = any(
+            map(trained_here.trains, norm_weights(f"{section.path}.norm".lstrip("."), section.norm, section.hidden))
+        )
+        reached = Reached(not section.frozen and (reached.stream or normed))
+        rows.append(RowCount(section.sequences, section.length - section.padding, count.plus(layers)))
+    last = replace(sections[-1], length=sections[-1].length - sections[-1].padding)
+    tables = [weight for section in sections if not section.frozen for weight in section.tables]
+    scored, ahead = _head(last, head, tables, training, reached)
+    rows.append(RowCount(head.positions, 1, scored))
+    rows.append(RowCount(head.positions / last.length, last.length, ahead))
+    return rows
 
 
-def passes_of(section: SectionFacts) -> int:
-    """Multiply-adds of a step for each of the section's forward pass."""
-    return 1 if section.frozen else PASSES
+def _products(matmuls: Sequence[Matmul], reached: bool, share: float) -> Count:
+    """Matmuls whose input depends on a trained weight or not, with this share of trained matrices."""
+    return Count((1 + reached + share) * sum(matmul.size * matmul.per_token for matmul in matmuls))
+
+
+def _head(
+    section: SectionFacts, head: HeadFacts, tables: Sequence[Weight], training: Training, reached: Reached
+) -> tuple[Count, Count]:
+    """Multiply-adds per scored position, and of blocks of multi-token prediction. tables: of the sections."""
+    heads = [weight for weight in head.tables if "vocab" in weight.axes or head.replicated]
+    scores = training.share(heads or [weight for weight in tables if "vocab" in weight.axes])
+    before = factors(head.weights) if head.replicated else [weight for weight in head.tables if weight not in heads]
+    count = _products(head.matmuls, reached.stream, training.share(before))
+    reached = Reached(reached.stream or (bool(head.matmuls) and any(map(training.trains, before))))
+    logits, ahead = section.hidden * head.columns, Count()
+    count = count.plus(Count(head.pairs * (1 + 2 * reached.stream) + logits * (1 + reached.stream + scores)))
+    for number, block in enumerate(head.ahead):
+        path, side = f"predictions.{number}", (section.hidden, section.hidden)
+        merging = [Weight(f"{path}.{name}", side, ("embed", "mlp")) for name in ("from_embedding", "from_state")]
+        once = 2 * section.hidden**2 * (1 + reached.stream + training.share(merging))
+        once += training.adapters(merging, reached.stream)
+        once += training.megatron * PASSES * 3 * section.hidden  # three gains
+        ahead = ahead.plus(Count(once))
+        reached = Reached(reached.stream or any(map(training.changes, merging)))
+        inside, reached = block_work(block, section.hidden, 0.0, f"{path}.block", training, reached)
+        ahead = ahead.plus(inside).plus(Count(logits * (1 + reached.stream + scores)))
+    return count, ahead
+
+
+def _stack(section: SectionFacts, training: Training, reached: Reached) -> tuple[Count, Reached]:
+    """Multiply-adds of the blocks of a section, and what depends on trained weights after them."""
+    count, before = Count(), 0
+    ratio = section.memory_length / (section.length - section.padding)
+    path = f"{section.path}.stack.blocks." if section.path else "stack.blocks."
+    numbers = {layer: number for number, (_, layers) in enumerate(section.stack.stored()) for layer in layers}
+    for part in section.stack.parts():
+        # After the first repeat, whatever can depend on trained weights does.
+        for times in (1, part.repeats - 1):
+            for place, block in enumerate(part.pattern):
+                name = f"{path}{numbers[before + place]}" * training.names
+                inside, reached = block_work(block, section.hidden, ratio, name, training, reached)
+                count = count.plus(inside, times)
+        before += part.layers()
+    return count, reached
 
 
 def block_facts(section: SectionFacts, blocks: Sequence[BlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
@@ -329,16 +402,10 @@ def _block_facts(block: BlockConfig, hidden: int, length: int, dtype: str, memor
 
 
 @lru_cache(maxsize=4096)
-def trained_share(weights: tuple[Weight, ...], patterns: tuple[str, ...]) -> float:
-    """Trained share of the elements of these weights. patterns: of names, as in optimizer.trainable."""
-    if patterns == ("*",):
-        return 1.0
-    trained = [weight for weight in weights if any(fnmatchcase(weight.name, pattern) for pattern in patterns)]
-    return total_size(trained) / max(1, total_size(weights))
-
-
-@lru_cache(maxsize=4096)
-def adapter_share(weights: tuple[Weight, ...], lora: LoRAConfig) -> float:
-    """Elements of the adapters of these weights, over elements of the weights."""
-    adapted = [weight for weight in weights if any(fnmatchcase(weight.name, target) for target in lora.targets)]
-    return sum(lora.size(weight.shape, weight.axes) for weight in adapted) / max(1, total_size(weights))
+def trained_share(weights: tuple[Weight, ...], training: Training, *, adapters: bool) -> float:
+    """Trained elements of these weights, over their elements. adapters: theirs count as trained elements."""
+    trained = sum(weight.size for weight in weights if training.trains(weight))
+    if adapters and training.lora is not None:
+        adapted = [weight for weight in weights if any(training.adapter(weight))]
+        trained += sum(training.lora.size(weight.shape, weight.axes) for weight in adapted)
+    return trained / max(1, total_size(weights))

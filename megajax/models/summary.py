@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megajax.layers.block.step_work import ALL
 from megajax.models.facts import Facts, Flops, facts_of, flops_of
 from megajax.models.protocol import ModelConfig, ids_below, position_unit
 
@@ -19,6 +20,8 @@ class ModelSummary:
     """Number of ids that the model reads; None: it reads no tokens."""
     unit: Literal["tokens", "positions", "rows"]
     """What `row_positions` counts."""
+    trainable: tuple[str, ...]
+    """Patterns of the names of trained weights, as optimizer.trainable."""
 
     @property
     def columns(self) -> int | None:
@@ -26,6 +29,6 @@ class ModelSummary:
         return None if self.facts is None or self.vocabulary is None else self.facts.head_facts().columns
 
 
-def summarize(model: ModelConfig) -> ModelSummary:
-    """The summary of a model config."""
-    return ModelSummary(facts_of(model), flops_of(model), ids_below(model), position_unit(model))
+def summarize(model: ModelConfig, trainable: tuple[str, ...] = ALL) -> ModelSummary:
+    """The summary of a model config. trainable: as optimizer.trainable."""
+    return ModelSummary(facts_of(model), flops_of(model, trainable), ids_below(model), position_unit(model), trainable)

@@ -103,13 +103,11 @@ def placement(devices: int, per_node: int, mesh: Mapping[str, int], parameters: 
 
 def layout(plan: Estimate) -> list[tuple[str, str]]:
     """Devices, mesh, parameters, microbatches, schedule."""
-    run, flops = plan.run, plan.flops
-    unit = position_unit(run.model)
+    run, unit = plan.run, position_unit(plan.run.model)
     lengths = " + ".join(f"{section.positions}" for section in run.sections)
-    causal = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
     rows = [
         *placement(run.devices, run.per_node, run.sizes, run.model.parameter_count().total),
-        (f"FLOPs per {unit.removesuffix('s')}", causal),
+        (f"FLOPs per {unit.removesuffix('s')}", plan.flops.text()),
         (
             "microbatches",
             f"{run.microbatches} of {run.micro_size} rows, {lengths} {'positions' if unit == 'rows' else unit} each",
@@ -142,7 +140,7 @@ def times(plan: Estimate) -> list[tuple[str, str]]:
         *((name, f"{value:9.3f} s {value / step:6.1%}  {note}".rstrip()) for name, value, note in parts),
         ("step", f"{step:9.3f} s"),
         (f"{unit}/s", f"{speed:9,.0f} per device; {plan.errors.text(speed)}"),
-        ("MFU", f"{plan.mfu_causal:9.1%} with causal attention, {plan.mfu_full:.1%} with full{peak}"),
+        ("MFU", f"{plan.mfu_causal:9.1%} causal, {plan.mfu_full:.1%} full (no mask){peak}"),
     ]
     if run.steps:
         tokens = f"{run.steps:,} steps, {count(plan.tokens)} {unit}: {duration(plan.days * 86_400)}"

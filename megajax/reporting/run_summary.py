@@ -135,10 +135,10 @@ def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, s
     if (speed := steps.median("tokens_per_second")) is not None:
         yield "tokens/s", count(speed), f"median; {count(steps.median('tokens_per_second_per_device') or 0)} per device"
     if (mfu := steps.median("mfu_causal")) is not None:
-        yield "MFU", f"{mfu:.1%}", f"median; {steps.median('mfu_full') or 0:.1%} with full attention"
+        yield "MFU", f"{mfu:.1%}", f"median; {steps.median('mfu_full') or 0:.1%} full (no mask)"
     elif history.shows_flops and (rate := steps.median("tflops_per_device_causal")) is not None:
         full = steps.median("tflops_per_device_full") or 0
-        yield "TFLOP/s per device", f"{rate:.3g}", f"median; {full:.3g} with full attention"
+        yield "TFLOP/s per device", f"{rate:.3g}", f"median; {full:.3g} full (no mask)"
     if (run_goodput := goodput(history, runs)) is not None:
         yield "wall time", duration(run_goodput.elapsed), f"in {len(runs)} attempt{'s' * (len(runs) != 1)}"
         yield "goodput", f"{run_goodput.share:.1%}", "of the wall time in steps whose result was kept"

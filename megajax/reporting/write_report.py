@@ -110,10 +110,10 @@ def _other_charts(history: History, compiling: Collection[int]) -> Iterator[Line
     if not np.array_equal(steps.column(total), steps.column(per_device), equal_nan=True):
         yield chart("Tokens per second and device", "", {"tokens per second": per_device}, speed=True)
     if steps.median("mfu_causal") is not None:
-        mfu = {"causal attention": "mfu_causal", "full attention": "mfu_full"}
+        mfu = {"causal": "mfu_causal", "full (no mask)": "mfu_full"}
         yield chart("MFU", "model FLOP/s over the peak; ", mfu, percent=True, speed=True)
     elif history.shows_flops:
-        tflops = {"causal attention": "tflops_per_device_causal", "full attention": "tflops_per_device_full"}
+        tflops = {"causal": "tflops_per_device_causal", "full (no mask)": "tflops_per_device_full"}
         yield chart("TFLOP/s per device", "of the model; ", tflops, speed=True)
     yield chart("Step time", "s", {"step": "step_seconds", "waiting for data": "seconds_data_wait"})
     device = {"in use after the step": "memory_device", "peak so far": "memory_device_peak"}

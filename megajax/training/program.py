@@ -121,7 +121,7 @@ class Program:
     @cached_property
     def summary(self) -> ModelSummary:
         """Figures of the model that follow from its config."""
-        return summarize(self.cfg.model)
+        return summarize(self.cfg.model, self.cfg.optimizer.trainable)
 
     @property
     def elements(self) -> "Elements":

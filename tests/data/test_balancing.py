@@ -16,11 +16,11 @@ from megajax.data.rows.balancing import (
     document_lengths,
     imbalance,
     lengths_of_row,
-    scores,
 )
 from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig, MockConfig
+from megajax.layers.multiply_adds import VisibleKeys
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.decoder.config import text_schema
 
@@ -29,24 +29,31 @@ pytestmark = pytest.mark.smoke
 CUTS = [SequenceSharding(), *(SequenceSharding(devices, rounds) for devices in (2, 4) for rounds in (0, 1, 2))]
 
 
-def mask_of(segments: np.ndarray, window: int | None) -> np.ndarray:
+def mask_of(segments: np.ndarray, keys: VisibleKeys) -> np.ndarray:
     """bool [S, S]: whether the query of a row sees the key of a column."""
-    distance = np.arange(len(segments))[:, None] - np.arange(len(segments))[None]
+    index = np.arange(len(segments))
+    place = index - np.searchsorted(segments, segments)
+    distance = index[:, None] - index[None]
     visible = (distance >= 0) & (segments[:, None] == segments[None])
-    return visible if window is None else visible & (distance <= window)
+    if keys.chunk is not None:
+        visible &= (place // keys.chunk)[:, None] == (place // keys.chunk)[None]
+    return visible if keys.window is None else visible & (distance <= keys.window)
 
 
-@pytest.mark.parametrize("window", [None, 0, 3, 40])
+KEYS = [VisibleKeys(True), *(VisibleKeys(True, window) for window in (0, 3, 40)), VisibleKeys(True, chunk=5)]
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=str)
 @pytest.mark.parametrize("sharding", CUTS, ids=str)
-def test_scores_of_each_device(sharding: SequenceSharding, window: int | None) -> None:
+def test_scores_of_each_device(sharding: SequenceSharding, keys: VisibleKeys) -> None:
     draw = np.random.default_rng(0)
     for most in (1, 2, 6, 48):
         segments = np.sort(draw.integers(0, most, 48))
-        visible = mask_of(segments, window).sum(1)
+        visible = mask_of(segments, keys).sum(1)
         expected = visible[sharding.places(48)].reshape(sharding.devices, -1).sum(1)
         lengths = document_lengths(segments)
-        np.testing.assert_array_equal(device_scores(lengths, sharding, window), expected)
-        assert scores(lengths, window).sum() == visible.sum() == device_scores(lengths, window=window).item()
+        np.testing.assert_array_equal(device_scores(lengths, sharding, keys), expected)
+        assert keys.pairs(lengths).sum() == visible.sum() == device_scores(lengths, visible=keys).item()
 
 
 def test_devices_that_exchange_heads_have_equal_shares() -> None:
@@ -64,8 +71,10 @@ def test_zigzag_balances_rows_of_one_document() -> None:
 
 
 def test_work_is_of_positions_and_of_scores_by_window() -> None:
-    work, lengths, sharding = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
-    expected = 10 * 16 / 2 + 2 * device_scores(lengths, sharding) + device_scores(lengths, sharding, 3)
+    windowed = VisibleKeys(True, window=3)
+    work, lengths = RowWork(10.0, ((VisibleKeys(True), 2.0), (windowed, 1.0))), np.array([5, 11])
+    sharding = SequenceSharding(2, 1)
+    expected = 10 * 16 / 2 + 2 * device_scores(lengths, sharding) + device_scores(lengths, sharding, windowed)
     np.testing.assert_array_equal(work.of_devices(lengths, sharding), expected)
     assert work.of_row(lengths, sharding) == expected.max()
     # 15 + 66 scores, and 14 + 38 within a window of 3.

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
-from megajax.data.rows.balancing import Balancing, RowWork, balance_rows, scores
+from megajax.data.rows.balancing import CAUSAL, Balancing, RowWork, balance_rows
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.loader import Loader, LocalRows, read_rows
 from megajax.mesh.zigzag_order import SequenceSharding
@@ -223,7 +223,7 @@ class Documents(Numbers):
         return np.diff(np.union1d(starts, [0]), append=S)
 
     def work(self, first: int, count: int) -> np.ndarray:
-        return np.array([scores(self.document_lengths(row)).sum() for row in range(first, first + count)])
+        return np.array([CAUSAL.pairs(self.document_lengths(row)).sum() for row in range(first, first + count)])
 
 
 @pytest.mark.parametrize("across", [False, True])

@@ -18,7 +18,7 @@ from megajax.display import text
 from megajax.display.banner import plain
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.console import Console, LiveConsole, PlainConsole, open_console
-from megajax.metrics.lines import Terms
+from megajax.metrics.lines import Summary, Terms, step_line
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.throughput import StepRate
 
@@ -29,6 +29,15 @@ KNOWN = StepRate(devices=8, flops_per_token_causal=1e9, flops_per_token_full=1.2
 def plain_console(total: int = 500, **options) -> tuple[PlainConsole, io.StringIO]:
     stream = io.StringIO()
     return PlainConsole(total_steps=total, stream=stream, clock=lambda: NOW, **options), stream
+
+
+def test_the_throughput_of_the_line_is_by_the_formula_of_megatron(step):
+    """MFU stays that of the operations that the model needs; an unknown count has no field."""
+    summary = Summary.of([step(99, rates=KNOWN.rates(0.1234, 12_177))])
+    fields = {"total_steps": 500, "now": NOW, "eta": None}
+    line = step_line(summary, **fields, terms=Terms(megatron=1.5))
+    assert "throughput per GPU (TFLOP/s/GPU): 18.5 |" in line and "MFU: 4.0% |" in line
+    assert "TFLOP/s" not in step_line(summary, **fields, terms=Terms(megatron=None))
 
 
 def test_the_plain_line_has_the_format_of_megatron(step):

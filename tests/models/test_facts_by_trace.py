@@ -21,14 +21,13 @@ from jax.extend.core import Literal
 
 from megajax.config import load
 from megajax.config.files import functions_of
-from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
+from megajax.layers.block.step_work import Reached, Training, block_work, factors
 from megajax.layers.context import Context
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.facts import BlockFacts, Elements, Matmul, Share, Weight, unsharded
 from megajax.layers.linear.config import LightningAttentionConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
-from megajax.layers.moe.config import MoEConfig
 from megajax.layers.param import LayerSettings, Observation, path_of, specs
 from megajax.layers.recompute import NAMES, Part, Recompute, Recomputing
 from megajax.layers.stack.config import StackConfig
@@ -56,22 +55,16 @@ INDICES = {"top_k", "sort", "argsort", "gather", "cumsum", "eq", "iota"}
 SAME_WEIGHT = {"convert_element_type", "reshape", "transpose", "broadcast_in_dim", "copy", "squeeze"}
 """Primitives that keep a weight recognisable."""
 
-EXTRA_COUNTS: dict[type, Callable[[Any, int], float]] = {
-    LatentAttentionConfig: lambda mixer, hidden: mixer.key_value_rank + (mixer.query_rank or 0),
-    Mamba1Config: lambda mixer, hidden: 3.5 * mixer.inner * mixer.state,
-    Mamba2Config: lambda mixer, hidden: 3.5 * mixer.inner * mixer.state,
-    GatedDeltaNetConfig: lambda mixer, hidden: (
+RECURRENT: dict[type, Callable[[Any], float]] = {
+    Mamba1Config: lambda mixer: 3.5 * mixer.inner * mixer.state,
+    Mamba2Config: lambda mixer: 3.5 * mixer.inner * mixer.state,
+    GatedDeltaNetConfig: lambda mixer: (
         4 * mixer.inner * mixer.key_dim + mixer.conv_kernel * (2 * mixer.keys + mixer.inner)
     ),
-    KimiDeltaConfig: lambda mixer, hidden: (
-        4 * mixer.inner * mixer.key_dim + mixer.conv_kernel * (2 * mixer.keys + mixer.inner)
-    ),
-    LightningAttentionConfig: lambda mixer, hidden: 2 * mixer.inner * mixer.head_dim,
-    MoEConfig: lambda moe, hidden: -hidden * (moe.experts + (moe.shared is not None and moe.shared.gate)),
+    KimiDeltaConfig: lambda mixer: 4 * mixer.inner * mixer.key_dim + mixer.conv_kernel * (2 * mixer.keys + mixer.inner),
+    LightningAttentionConfig: lambda mixer: 2 * mixer.inner * mixer.head_dim,
 }
-"""Megatron-LM's conventions: multiply-adds per token that it counts beyond the matmuls, or that it leaves out."""
-COUNTED_WITHOUT_PAIRS = (Mamba1Config, Mamba2Config, GatedDeltaNetConfig, LightningAttentionConfig)
-"""Mixers whose products of activations Megatron-LM counts per token."""
+"""Multiply-adds per token of recurrences, which kernels compute by chunks: as Megatron-LM counts them."""
 
 
 SPACE = Mamba1Config(inner=24, rank=3, conv_bias=False, bias=True)
@@ -397,7 +390,7 @@ def test_results_of_matmuls() -> None:
         total: dict[Part | None, float] = defaultdict(float)
         for matmul in matmuls:
             part = "query_key_value" if matmul.result == "gate" else matmul.result
-            total[part] += matmul.size * matmul.per_token / matmul.experts
+            total[part] += matmul.multiply_adds
         return dict(total)
 
     assert not differences(lambda block: results(block.facts.matmuls), lambda block: results(block.trace.matmuls()))
@@ -424,20 +417,35 @@ def test_saved_bytes() -> None:
 
 
 def test_operations() -> None:
-    """Multiply-adds per token and per pair of tokens, but for Megatron-LM's conventions."""
+    """Multiply-adds per token and per pair of tokens, forward: trained in full, and with nothing trained."""
 
-    def stated(block: Stated) -> tuple[float, float]:
-        case, layers = block.case, block.case.block.layers().values()
-        count = case.block.multiply_adds(case.hidden, case.memory_length / case.length)
-        extra = sum(EXTRA_COUNTS[type(layer)](layer, case.hidden) for layer in layers if type(layer) in EXTRA_COUNTS)
-        return count.per_token - extra, count.per_pair + count.per_full_pair
+    def counted(block: Stated, *trained: str) -> tuple[float, float]:
+        case, reached = block.case, Reached(*(bool(trained),) * 2)
+        ratio = case.memory_length / case.length
+        count, _ = block_work(case.block, case.hidden, ratio, "block", Training(trained), reached)
+        passes = 3 if trained else 1
+        return count.once / passes, sum(number for _, number in count.pairs) / passes
 
     def true(block: Stated) -> tuple[float, float]:
-        products = sum(matmul.size * matmul.per_token / matmul.experts for matmul in block.trace.matmuls())
-        case, trace = block.case, block.trace
-        if isinstance(case.block.beside, COUNTED_WITHOUT_PAIRS):
-            _, trace = traced(case._replace(block=replace(case.block, beside=None)))
-        by_token = isinstance(case.block.mixer, COUNTED_WITHOUT_PAIRS)
-        return products, 0 if by_token else trace.pairs / case.length
+        products = sum(matmul.multiply_adds for matmul in block.trace.matmuls())
+        mixers = {name: mixer for name, mixer in block.case.block.mixers().items() if type(mixer) in RECURRENT}
+        trace = block.trace
+        if "beside" in mixers:
+            _, trace = traced(block.case._replace(block=replace(block.case.block, beside=None)))
+        recurrent = sum(RECURRENT[type(mixer)](mixer) for mixer in mixers.values())
+        return products + recurrent, 0 if "mixer" in mixers else trace.pairs / block.case.length
 
-    assert not differences(stated, true)
+    assert not differences(lambda block: counted(block, "*"), true)
+    assert not differences(counted, true)
+
+
+def test_weights_of_products_are_those_of_the_trace() -> None:
+    """By their names and shapes, from which the trained share of a layer follows."""
+
+    def stated(block: Stated) -> float:
+        memory = block.case.memory_length / block.case.length
+        read = ("cross.key", "cross.value")
+        weights = factors(block.case.block.weights(block.case.hidden))
+        return sum(weight.size * weight.active_share * (memory if weight.name in read else 1) for weight in weights)
+
+    assert not differences(stated, lambda block: sum(matmul.multiply_adds for matmul in block.trace.matmuls()))

@@ -305,28 +305,30 @@ def test_gpt3_sizes_match_their_names(size):
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
 def test_operations_are_six_per_matmul_weight_plus_attention(cfg):
-    """2 forward and 4 backward; scores and values are two products of heads x head size with the row.
+    """2 forward and 4 backward; scores and values are two products of heads x head size with the keys of a query.
 
-    As Megatron-LM counts: gains of latents too, whether they are there or not, and with further heads three norms.
+    Megatron-LM counts gains of latents too, whether they are there or not, and with further heads three norms.
     """
     in_matmuls = sum(
         prod(shape)
         for path, shape in shapes(cfg).items()
         if path.startswith(("stack", "predictions")) and not path.endswith(("bias", "gain", "sink", "table"))
     )
-    mixers = [block.mixer for block in cfg.stack.pattern] * cfg.stack.repeats
-    for mixer in mixers:
-        if isinstance(mixer, LatentAttentionConfig):
-            in_matmuls += mixer.key_value_rank + (mixer.query_rank or 0)
-    heads = len(cfg.predicting_blocks())
-    in_matmuls += (1 + heads) * cfg.hidden * cfg.padded_vocabulary() + heads * 3 * cfg.hidden
-    widths = 0
-    for mixer in mixers + [block.mixer for block in cfg.predicting_blocks()]:
+    heads, length = len(cfg.predicting_blocks()), cfg.sequence_length
+    in_matmuls += (1 + heads) * cfg.hidden * cfg.padded_vocabulary()
+    gains, full, causal = heads * 3 * cfg.hidden, 0, 0
+    for mixer in [block.mixer for block in (*cfg.stack.pattern * cfg.stack.repeats, *cfg.predicting_blocks())]:
         size = mixer.size(cfg.hidden)
-        widths += mixer.heads * (size + getattr(mixer, "value_dim", size)) / 2
+        width = mixer.heads * (size + getattr(mixer, "value_dim", size)) / 2
+        seen = length if mixer.window is None else mixer.window + 1
+        full += 12 * width * length
+        causal += 12 * width * sum(min(place, seen) for place in range(1, length + 1)) / length
+        if isinstance(mixer, LatentAttentionConfig):
+            gains += mixer.key_value_rank + (mixer.query_rank or 0)
     actual = cfg.flops()
-    assert actual.full == 6 * in_matmuls + 12 * widths * cfg.sequence_length
-    assert actual.causal == 6 * in_matmuls + 6 * widths * cfg.sequence_length
+    assert actual.full == pytest.approx(6 * in_matmuls + full)
+    assert actual.causal == pytest.approx(6 * in_matmuls + causal)
+    assert actual.megatron == pytest.approx(6 * (in_matmuls + gains) + full / 2)
 
 
 def test_a_wider_model_has_smaller_initial_weights_and_scaled_embeddings_and_scores_and_logits():

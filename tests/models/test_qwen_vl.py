@@ -113,7 +113,7 @@ def test_work_and_memory_of_the_tower() -> None:
     assert [{(part.length, part.sequences) for part in parts} for parts in sections] == [{(16, 1)}, {(16, 4)}]
     # Three images more: per patch 3 x 2 x (4 matrices of 64 x 64, two of 64 x 64, scores and mix over 16 patches) in 3
     # blocks, and the patches themselves; per position the MLPs of three projectors.
-    patch = 3 * (6 * 64 * 64 + 2 * 16 * 64) + 24 * 64
+    patch = 3 * (6 * 64 * 64 + 2 * 16 * 64) + 24 * 64 * 2 / 3  # pixels have no gradient
     position = 3 * (256 * 256 + 256 * 32)
     work = [flops.full * 64 for flops in map(count_flops, longer)]
     assert work[1] - work[0] == pytest.approx(6 * (48 * patch + 12 * position))

@@ -39,12 +39,15 @@ def test_operations(case: str) -> None:
     each, compare = cfg.flops(), Comparison(case)
     for rows, name in ((theirs["global_batch_size"], ""), (1, "_batch1")):
         stored = theirs[f"num_floating_point_operations{name}"]
-        compare.check("operations", each.causal * cfg.sequence_length * rows, stored, TOLERANCE, name=f"of {rows} rows")
+        compare.check(
+            "operations", each.megatron * cfg.sequence_length * rows, stored, TOLERANCE, name=f"of {rows} rows"
+        )
     packed = theirs.get("flops_packed_example")
     if packed:
-        # The two counts differ by the causal half of core attention.
-        core = (each.full - each.causal) / cfg.sequence_length
-        actual = (2 * each.causal - each.full) * packed["total_real_tokens"] + core * packed["seqlen_squared_sum"]
+        # Rows of twice the length differ by core attention.
+        core = replace(cfg, sequence_length=2 * cfg.sequence_length).flops().megatron - each.megatron
+        actual = (each.megatron - core) * packed["total_real_tokens"]
+        actual += core / cfg.sequence_length * packed["seqlen_squared_sum"]
         compare.check("operations", actual, packed["value"], TOLERANCE, name="of packed rows")
     compare.finish()
 

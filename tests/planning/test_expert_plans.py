@@ -210,11 +210,15 @@ def test_operations_equal_those_that_Megatron_counts() -> None:
     """Of the experts that a token passes, and of Mamba-2: written out with the sizes of the models."""
     mixtral: Any = load("mixtral.py:mixtral_8x7b").model
     attention, core, experts = 4096 * (2 * 4096 + 2 * 1024), 4096 * 4096, 2 * 3 * 4096 * 14336
-    assert count_flops(mixtral).causal == 32 * 6 * (attention + core + experts) + 6 * 4096 * 32000
+    counted = count_flops(mixtral)
+    assert counted.megatron == 32 * 6 * (attention + core + experts) + 6 * 4096 * 32000
+    # The router, and the pair of each query with its own key.
+    assert counted.causal - counted.megatron == 32 * 6 * (4096 * 8 + 4096)
     mamba: Any = load("mamba2.py:mamba2_2_7b").model
     width, inner, state, heads = 2560, 5120, 128, 80
     layer = 2 * width * (2 * inner + 2 * state + heads) + 7 * inner * state + 2 * inner * width
-    assert count_flops(mamba).causal == 64 * 3 * layer + 6 * width * mamba.head_facts().columns
+    counted = count_flops(mamba)
+    assert counted.causal == counted.full == counted.megatron == 64 * 3 * layer + 6 * width * mamba.head_facts().columns
 
 
 def test_chunks_of_a_pipeline_have_their_share_of_each_segment() -> None:

@@ -24,6 +24,7 @@ from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
+from megajax.layers.multiply_adds import VisibleKeys
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.facts import count_flops
@@ -218,15 +219,17 @@ def test_a_loss_over_the_rows_of_a_microbatch(text: Path) -> None:
 
 
 def test_work_of_rows_equals_that_of_the_throughput() -> None:
-    """FLOPs of a row with half the square of its scores, as MFU counts them; windows reduce them."""
+    """FLOPs of a row of one document, as MFU counts them."""
     small = model(sequence_length=64, repeats=2)
     work, flops = row_work(summarize(small)), count_flops(small)
-    ((window, each),) = work.per_score
-    assert window is None and work.per_position + each * 64 / 2 == pytest.approx(flops.causal)
+    ((keys, each),) = work.per_score
+    assert keys == VisibleKeys(causal=True) and work.of_row(np.array([64])) == pytest.approx(64 * flops.causal)
     (block,) = small.stack.pattern
     windowed = replace(block, mixer=replace(block.mixer, window=7))
     mixed = replace(small, stack=replace(small.stack, pattern=(block, windowed), repeats=1))
-    assert row_work(summarize(mixed)) == RowWork(work.per_position, ((None, each / 2), (7, each / 2)))
+    work = RowWork(work.per_position, ((keys, each / 2), (VisibleKeys(True, window=7), each / 2)))
+    assert row_work(summarize(mixed)) == work
+    assert work.of_row(np.array([64])) == pytest.approx(64 * count_flops(mixed).causal)
 
 
 def test_synthetic_data_can_be_balanced() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megajax.layers.multiply_adds import VisibleKeys
 from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
 
 
@@ -34,18 +35,11 @@ def lengths_of_row(source: object, row: int) -> np.ndarray:
     return document_lengths(source[row]["segment_ids"]) if lengths is None else lengths  # ty: ignore[not-subscriptable]
 
 
-def scores(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Scores of the first n tokens of a document for each n in `tokens`, float64.
-
-    window: number of keys before its own position that a query attends to; None: all.
-    """
-    tokens = np.asarray(tokens, np.float64)
-    visible = tokens if window is None else np.minimum(tokens, window + 1)
-    return visible * (visible + 1) / 2 + (tokens - visible) * visible
+CAUSAL = VisibleKeys(causal=True)
 
 
 def device_scores(
-    lengths: np.ndarray, sequence_sharding: SequenceSharding = UNSHARDED_ROWS, window: int | None = None
+    lengths: np.ndarray, sequence_sharding: SequenceSharding = UNSHARDED_ROWS, visible: VisibleKeys = CAUSAL
 ) -> np.ndarray:
     """Scores of a row on each device, float64 [C]. lengths: int [D], with a sum that `sequence_sharding` divides.
 
@@ -55,8 +49,8 @@ def device_scores(
     groups = sequence_sharding.exchanged()
     borders = np.linspace(0, bounds[-1], groups.unit + 1).astype(np.int64)
     place = np.minimum(np.searchsorted(bounds, borders, side="right") - 1, len(lengths))
-    before = np.concatenate([[0.0], np.cumsum(scores(lengths, window))])
-    chunks = np.diff(before[place] + scores(borders - bounds[place], window))
+    before = np.concatenate([[0.0], np.cumsum(visible.pairs(lengths))])
+    chunks = np.diff(before[place] + visible.pairs(borders - bounds[place]))
     of_groups = chunks[groups.chunk_order()].reshape(groups.devices, -1).sum(1)
     return np.repeat(of_groups / sequence_sharding.exchanging, sequence_sharding.exchanging)
 
@@ -72,14 +66,14 @@ class RowWork:
 
     per_position: float = 0.0
     """Cost of a position, without its scores."""
-    per_score: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
-    """(window, cost of a score of the layers with this window)."""
+    per_score: tuple[tuple[VisibleKeys, float], ...] = ((CAUSAL, 1.0),)
+    """(mask, cost of a score of the layers with this mask)."""
 
     def of_devices(self, lengths: np.ndarray, sequence_sharding: SequenceSharding = UNSHARDED_ROWS) -> np.ndarray:
         """Cost on each device that has a part of a row with documents of these lengths, float64 [C]."""
         work = np.full(sequence_sharding.devices, self.per_position * int(np.sum(lengths)) / sequence_sharding.devices)
-        for window, cost in self.per_score:
-            work += cost * device_scores(lengths, sequence_sharding, window)
+        for visible, cost in self.per_score:
+            work += cost * device_scores(lengths, sequence_sharding, visible)
         return work
 
     def of_row(self, lengths: np.ndarray, sequence_sharding: SequenceSharding = UNSHARDED_ROWS) -> float:

@@ -6,7 +6,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from megajax.data.rows.balancing import imbalance, scores
+from megajax.data.rows.balancing import CAUSAL, imbalance
 
 FILLING = 0.2
 """Share of the tokens, from the shortest pieces, that `balanced_fit` uses to fill rows. With log-normal lengths they
@@ -45,7 +45,7 @@ class Packing:
     @classmethod
     def of(cls, lengths: np.ndarray, rows: list[list[int]], room: int) -> "Packing":
         """The packing of pieces of these lengths, int [n], into rows of `room` positions; padding has no scores."""
-        work = np.array([scores(lengths[row]).sum() for row in rows])
+        work = np.array([CAUSAL.pairs(lengths[row]).sum() for row in rows])
         return cls(float(sum(int(lengths[row].sum()) for row in rows) / (len(rows) * room)), imbalance(work))
 
 

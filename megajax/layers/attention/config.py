@@ -10,7 +10,8 @@ from megajax.kernels.attention.capability import BACKENDS, Choice, Device, Kerne
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, below_one, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight, prefixed
+from megajax.layers.multiply_adds import MultiplyAdds, VisibleKeys
 from megajax.layers.norm.config import NormConfig
 from megajax.layers.position.config import (
     AlibiConfig,
@@ -93,9 +94,8 @@ class MultiHeadConfig(LayerFacts):
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Work of scores and values. keys: positions that each query reads."""
-        pairs = self.multiply_adds(hidden)
-        all_pairs = pairs.per_pair + pairs.per_full_pair
-        return KernelWork(keys * all_pairs, keys * (pairs.per_pair / 2 + pairs.per_full_pair), keys * self.heads)
+        count = self.multiply_adds(hidden)
+        return KernelWork(keys * count.per_pair, count.visible.pairs(keys) / keys * count.per_pair, keys * self.heads)
 
     def kernel_weights(self) -> tuple[Weight, ...]:
         """Weights of the kernel itself."""
@@ -359,9 +359,8 @@ class AttentionConfig(MultiHeadConfig):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Multiply-adds of the matmuls, and of scores and values."""
-        pairs = self.per_pair(hidden)
-        masked, full = (pairs, 0) if self.causal else (0, pairs)
-        return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=masked, per_full_pair=full)
+        visible = VisibleKeys(self.causal, self.window, self.chunk)
+        return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=self.per_pair(hidden), visible=visible)
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """Queries, keys, values and the output; the report ignores gates."""

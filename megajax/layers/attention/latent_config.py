@@ -10,7 +10,8 @@ from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.attention.config import PER_HEAD, AttentionConfig, MultiHeadConfig
 from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.checks import above_zero
-from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Weight, prefixed
+from megajax.layers.facts import Elements, LayerFacts, Matmul, Weight, prefixed
+from megajax.layers.multiply_adds import MultiplyAdds, VisibleKeys
 from megajax.layers.norm.config import NormConfig, RMSNormConfig
 from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
 from megajax.layers.recompute import Part
@@ -159,8 +160,14 @@ class LatentAttentionConfig(MultiHeadConfig):
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Matrices, scores and values, and one gain per element of latents, as Megatron-LM counts."""
-        return MultiplyAdds(self.megatron_matrices(hidden, gains=1), self.per_pair(hidden))
+        """Matrices, scores and values. Training does not absorb the matrices of keys and values into the others."""
+        visible = VisibleKeys(causal=True, window=self.window)
+        return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=self.per_pair(hidden), visible=visible)
+
+    def megatron_surplus(self, hidden: int) -> int:
+        """One gain per element of latents."""
+        del hidden
+        return self.key_value_rank + (self.query_rank or 0)
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """Matrices, and the weights of the norms of latents even if there are no norms."""

@@ -23,7 +23,6 @@ from megajax.layers.facts import (
     Matmul,
     Mixer,
     MixerFacts,
-    MultiplyAdds,
     Norm,
     Side,
     Weight,
@@ -185,17 +184,6 @@ class BlockConfig(Builds):
     def normalises_outputs(self) -> bool:
         """Whether outputs of sub-layers are normalised before they are added to the residual stream."""
         return self.norm_placement in ("output", "sandwich")
-
-    def multiply_adds(self, hidden: int, memory_ratio: float = 0.0) -> MultiplyAdds:
-        """Operations of the forward pass. memory_ratio: tokens of the preceding section for each token of a row."""
-        total = MultiplyAdds(0)
-        for part in self.parts().values():
-            total = total.plus(part.multiply_adds(hidden))
-        if self.cross is None:
-            return total
-        matmuls = self.cross.matmuls_reading(hidden, memory_ratio)
-        per_token = sum(matmul.size * matmul.per_token for matmul in matmuls)
-        return total.plus(MultiplyAdds(per_token, 0, memory_ratio * self.cross.per_pair(hidden)))
 
     def tensors(self, hidden: int, memory_ratio: float = 0.0) -> Mapping[Part, Elements]:
         """Tensors of the sub-layers that may be saved, added up by name. memory_ratio: as in `matmuls`."""

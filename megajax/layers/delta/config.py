@@ -8,8 +8,9 @@ from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight
 from megajax.layers.mamba.config import StateSpaceConfig, last_inputs, state_leaf
+from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.recompute import Part
 
 DIRECT = 16

@@ -49,11 +49,15 @@ class LoRAConfig(Builds):
 
     def size(self, shape: Sequence[int], axes: Sequence[str | None]) -> int:
         """Elements of the adapter of a matrix with these logical axes, including one per expert; 0 for a vector."""
-        experts = [size for size, axis in zip(shape, axes, strict=True) if axis == "expert"]
+        a, b = self.products(shape, axes)
+        return a + b + b // self.rank * self.decomposed
+
+    def products(self, shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, int]:
+        """Elements of A and of B for such a matrix, including those of each expert; 0 for a vector."""
+        experts = prod(size for size, axis in zip(shape, axes, strict=True) if axis == "expert")
         sides = [size for size, axis in zip(shape, axes, strict=True) if axis != "expert"]
         if len(sides) < 2:
-            return 0
+            return 0, 0
         # Matrices that write to the residual stream contract all dimensions but the last, others only the first.
         end = len(sides) - 1 if axes[-1] == "embed" else 1
-        outputs = prod(sides[end:])
-        return prod(experts) * (self.rank * (prod(sides[:end]) + outputs) + outputs * self.decomposed)
+        return experts * self.rank * prod(sides[:end]), experts * self.rank * prod(sides[end:])

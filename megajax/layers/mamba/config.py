@@ -10,7 +10,8 @@ from megajax.config.hints import divisors_of
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight, prefixed
+from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.norm.config import NormConfig
 from megajax.layers.recompute import Part
 

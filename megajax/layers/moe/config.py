@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from megajax.config.class_references import Builds, resolve
+from megajax.config.class_references import resolve
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
 from megajax.kernels.attention.capability import Choice, Device, Request
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.layers.checks import above_zero, below_one
 from megajax.layers.expert_facts import ExpertFacts, Way
-from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.facts import Elements, LayerFacts, Matmul, Side, Weight, prefixed
 from megajax.layers.mlp.config import MLPConfig, XieluMLPConfig
 from megajax.layers.recompute import Part
 
@@ -159,7 +159,7 @@ class DispatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoEConfig(Builds):
+class MoEConfig(LayerFacts):
     """A mixture of experts: a router chooses top_k feed-forward layers for each token.
 
     Example: `mj.MoEConfig(experts=8, top_k=2, expert=mj.GatedMLPConfig(ffn=14336))`
@@ -284,11 +284,9 @@ class MoEConfig(Builds):
                 every.append(Matmul(inputs=hidden_side, outputs=Elements(replicated=1)))
         return tuple(every)
 
-    def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """The experts of a token, as Megatron-LM counts: without router and gates."""
-        experts = self.top_k * self.expert.multiply_adds(self.width(hidden)).per_token
-        shared = 0 if self.shared is None else self.shared.mlp.multiply_adds(hidden).per_token
-        return MultiplyAdds(experts + shared + 2 * hidden * (self.latent or 0))
+    def megatron_surplus(self, hidden: int) -> int:
+        """Router and gates are left out."""
+        return -hidden * (self.experts + (self.shared is not None and self.shared.gate))
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Tensors of top_k experts and of the shared expert."""

@@ -16,13 +16,14 @@ from typing import Literal
 
 from megajax.compiled.gpus import OVERHEAD, Device
 from megajax.config.errors import UserError
+from megajax.layers.block.step_work import Training
 from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import BlockFacts, MixerFacts, Share, Weight
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla_options import XlaConfig
-from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
+from megajax.models.facts import Facts, HeadFacts, SectionFacts, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
 from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Mxfp8Config, Nvfp4Config
@@ -277,9 +278,7 @@ class Description:
 
     def trained(self, weights: tuple[Weight, ...], *, adapters: bool = True) -> float:
         """Share of these weights that is trained. adapters: theirs count as such."""
-        lora = self.lora
-        share = 0.0 if lora is not None and self.trainable == ("*",) else trained_share(weights, self.trainable)
-        return share if lora is None or not adapters else share + adapter_share(weights, lora)
+        return trained_share(weights, Training(self.trainable, self.lora), adapters=adapters)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Estimate:
 
     @property
     def mfu_causal(self) -> float:
-        """Model FLOPs over the data sheet's peak in bfloat16, whatever dtype matmuls are in; causal attention."""
+        """Model FLOPs over the data sheet's peak in bfloat16, whatever dtype matmuls are in."""
         return self.flops.causal * self.tokens_per_second_per_device / self.run.device.peak
 
     @property
@@ -183,7 +183,7 @@ def estimate(run: Description) -> Estimate:
     return Estimate(
         run=run,
         memory=memory,
-        flops=count_flops(run.model),
+        flops=count_flops(run.model, run.trainable),
         traffic=tuple(rows),
         work=work.step_work(run, layers, head, once),
         matmul_seconds=microbatches * microbatch.matmul_seconds,
