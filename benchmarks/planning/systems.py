@@ -13,6 +13,7 @@ UNTUNED = 1.23
 
 MEGATRON = System(
     name="Megatron-LM with TransformerEngine",
+    tuned=True,
     tensor_hidden=0.75,
     experts_hidden=0.9,
     experts_wait=4e-3,
@@ -30,7 +31,7 @@ PYTORCH_FSDP = System(name="PyTorch FSDP", tensor_hidden=0.0, fused_loss=False, 
 DETERMINISTIC = replace(MEGATRON, name="Megatron-LM, deterministic", tensor_hidden=0.0)
 """Megatron-LM's tests of speed, without overlap of collectives over `tensor`."""
 
-MEGATRON_2022 = System(name="Megatron-LM of 2022", tensor_hidden=0.0, data_hidden=False, fused_loss=False)
+MEGATRON_2022 = System(name="Megatron-LM of 2022", tuned=True, tensor_hidden=0.0, data_hidden=False, fused_loss=False)
 """Before fused attention: scores are written to memory and recomputed in the backward pass (selective)."""
 MEGATRON_2021 = replace(MEGATRON_2022, name="Megatron-LM of 2021", overhead=UNTUNED)
 

@@ -135,11 +135,13 @@ def times(plan: Estimate) -> list[tuple[str, str]]:
         ("optimizer", plan.optimizer_seconds, ""),
     )
     speed = plan.tokens_per_second_per_device
+    low, high = plan.tokens_per_second_per_device_range_tuned
     peak = ", of the bfloat16 peak" if run.compute != "bfloat16" else ""
     rows = [
         *((name, f"{value:9.3f} s {value / step:6.1%}  {note}".rstrip()) for name, value, note in parts),
         ("step", f"{step:9.3f} s"),
         (f"{unit}/s", f"{speed:9,.0f} per device; {plan.errors.text(speed)}"),
+        ("", f"{'':9} {low:,.0f} to {high:,.0f} if tuned as NVIDIA's programs are"),
         ("MFU", f"{plan.mfu_causal:9.1%} causal, {plan.mfu_full:.1%} full (no mask){peak}"),
     ]
     if run.steps:

@@ -13,7 +13,7 @@ from benchmarks.planning.held_out import Group
 from benchmarks.planning.systems import MEGATRON, MEGATRON_R08, PYTORCH_FSDP, UNTUNED
 from megajax.compiled.gpus import GPUS
 from megajax.mesh.config import SIZED_AXES
-from megajax.planning.cost.estimate import QUANTILES, RANGES, ErrorRange, estimate
+from megajax.planning.cost.estimate import RANGES, ErrorRange, estimate, range_of
 
 pytestmark = pytest.mark.smoke
 
@@ -32,8 +32,14 @@ def test_groups_held_out_are_predicted(groups: list[Group]) -> None:
     assert kinds["mixture"]["median_error"] <= 0.15
 
 
-def test_ranges_are_those_of_groups_held_out(groups: list[Group]) -> None:
+def test_ranges_are_made_of_these_groups(groups: list[Group]) -> None:
     assert held_out.error_ranges(groups) == RANGES
+
+
+def test_ranges_hold_runs_of_publishers_that_they_are_made_without(groups: list[Group]) -> None:
+    tuned, every = (held_out.coverage(groups, program) for program in ("tuned", "any"))
+    assert tuned["runs"] >= 0.88 and tuned["mean_of_groups"] >= 0.85
+    assert every["runs"] >= 0.95 and every["mean_of_groups"] >= 0.95
 
 
 @pytest.mark.slow
@@ -58,13 +64,39 @@ def test_constants_are_those_of_the_fit(groups: list[Group]) -> None:
     assert actual["scan"] == pytest.approx(GPUS["h100"].scan, abs=0.01)
 
 
-def test_a_range_has_the_same_weight_for_each_group() -> None:
+def test_a_range_has_the_same_weight_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     large = Group("large", "dense", False, (0.0,) * 100)
-    small = [Group(str(index), "dense", False, (error,)) for index, error in enumerate((-0.3, -0.1, 0.2, 0.4))]
-    assert QUANTILES == (0.1, 0.9)
-    assert held_out.error_range([large, *small]) == ErrorRange(-0.3, 0.4, 5)
-    # Of fewer groups, the lowest and the highest error.
-    assert held_out.error_range([large, small[1]]) == ErrorRange(-0.1, 0.0, 2)
+    small = [Group(str(index), "dense", False, (error,)) for index, error in enumerate((-0.3, -0.1, 0.2, 0.44))]
+    monkeypatch.setattr(held_out, "INFLATION", 2.0)
+    # 0.7^2 and 1.44^2: twice as far on a scale of ratios, rounded outward.
+    assert held_out.error_range([large, *small]) == ErrorRange(-0.51, 1.08, 5)
+    # It contains 0, and large counts as much as small.
+    assert held_out.error_range([large, small[1]]) == ErrorRange(-0.19, 0.0, 2)
+
+
+def test_any_program_has_the_range_of_all_and_few_groups_that_of_both_precisions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_out, "INFLATION", 1.0)
+    groups = [Group(f"nvidia{n}-a", "dense", False, (0.1,), tuned=True, narrow=n > 0) for n in range(6)]
+    groups += [Group("nvidia-b", "mixture", False, (-0.2,), tuned=True), Group("other-c", "dense", False, (0.5,))]
+    ranges = held_out.error_ranges(groups)
+    assert (
+        ranges["tuned", "dense", True] == ranges["tuned", "dense", False]._replace(groups=5) == ErrorRange(0, 0.11, 5)
+    )
+    assert ranges["any", "dense", True] == ErrorRange(0, 0.5, 6)
+    assert ranges["any", "mixture", False] == ErrorRange(-0.2, 0.5, 2)
+    assert {group.publisher for group in groups[-2:]} == {"nvidia", "other"}
+
+
+def test_a_plan_has_the_ranges_of_its_kind_and_precision() -> None:
+    run = published.published(RECORD).described()
+    assert range_of(run) == RANGES["any", "dense", True]
+    step = estimate(replace(run, compute="bfloat16"))
+    assert step.errors == RANGES["any", "dense", False] and step.errors_of("tuned") == RANGES["tuned", "dense", False]
+    low, high = step.tokens_per_second_per_device_range
+    inner = step.tokens_per_second_per_device_range_tuned
+    assert low < inner[0] < step.tokens_per_second_per_device < inner[1] < high
 
 
 def test_halves_do_not_depend_on_errors() -> None:

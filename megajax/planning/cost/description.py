@@ -74,6 +74,8 @@ class System:
     one_pass: bool = True
     """One kernel reads numbers and writes the codes of both directions, as TransformerEngine's do; otherwise rounding
     takes as many bytes as in compiled MegaJAX programs."""
+    tuned: bool = False
+    """NVIDIA's own program."""
     overhead: float = 1.0
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 

@@ -2,20 +2,20 @@
 
 `estimate(description)` compiles nothing, imports neither jax nor numpy, and takes about a millisecond.
 
-A predicted speed has a range: the errors of predictions for published runs that no constant was fitted to, each group
-of runs (software, network, precision) with the same weight. `python -m benchmarks planner_accuracy` computes its
-quantiles, and a test compares.
+A predicted speed has two ranges, from the errors of predictions for groups of published runs: of programs that NVIDIA
+tuned, and of any program. `python -m benchmarks planner_accuracy` makes the table of both, and a test compares.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megajax.compiled.gpus import GIB, Cluster
 from megajax.models.facts import Flops, count_flops
 from megajax.planning.cost import device_work as work
-from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.description import OPERANDS, Description, describe
 from megajax.planning.cost.memory import Footprint, footprint, held_weights
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
 from megajax.training.run_config import RunConfig
@@ -53,16 +53,21 @@ class ErrorRange(NamedTuple):
 
 CODES_SHARES = 0.25, 0.65
 """Shares of the peak that kernels of codes may reach: two thirds of what is assumed, and about cuBLASLt's."""
-QUANTILES = (0.1, 0.9)
-"""Of the errors; of fewer than FEW groups, the lowest and the highest error."""
-FEW = 5
 
-RANGES = {
-    "dense": ErrorRange(-0.08, 0.25, 10),
-    "mixture": ErrorRange(-0.31, 0.18, 2),
-    "state space": ErrorRange(-0.08, 0.25, 10),
+type Program = Literal["tuned", "any"]
+"""tuned: as NVIDIA's own programs (`System.tuned`); any: these and all others."""
+RANGES: Mapping[tuple[Program, str, bool], ErrorRange] = {
+    ("tuned", "dense", False): ErrorRange(-0.13, 0.30, 8),
+    ("any", "dense", False): ErrorRange(-0.18, 0.77, 13),
+    ("tuned", "dense", True): ErrorRange(-0.13, 0.47, 6),
+    ("any", "dense", True): ErrorRange(-0.18, 1.46, 14),
+    ("tuned", "mixture", False): ErrorRange(-0.54, 0.33, 5),
+    ("any", "mixture", False): ErrorRange(-0.54, 0.77, 10),
+    ("tuned", "mixture", True): ErrorRange(-0.46, 0.66, 5),
+    ("any", "mixture", True): ErrorRange(-0.46, 1.46, 13),
 }
-"""Kind of model -> errors. State spaces, with fewer than FEW groups of a single program, have those of dense models."""
+"""(Program, kind of model, whether matmuls are in 8 bits or fewer) -> errors. benchmarks/planning/held_out.py has the
+rules; state spaces, of which few groups of a single program are known, have the errors of dense models."""
 
 
 def kind_of(run: Description) -> str:
@@ -73,9 +78,10 @@ def kind_of(run: Description) -> str:
     return "mixture" if any(block.experts for _, block in blocks) else "dense"
 
 
-def range_of(run: Description) -> ErrorRange:
+def range_of(run: Description, program: Program = "any") -> ErrorRange:
     """Errors of runs of this kind."""
-    return RANGES[kind_of(run)]
+    kind = "mixture" if kind_of(run) == "mixture" else "dense"
+    return RANGES[program, kind, run.compute in OPERANDS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +118,12 @@ class Estimate:
 
     @property
     def errors(self) -> ErrorRange:
+        """Errors of predictions of this kind for any program."""
+        return self.errors_of("any")
+
+    def errors_of(self, program: Program) -> ErrorRange:
         """Errors of predictions of this kind."""
-        known = range_of(self.run)
+        known = range_of(self.run, program)
         if not self.run.calls_codes:
             return known
         devices = (replace(self.run.device, matmul_codes=share) for share in CODES_SHARES)
@@ -124,6 +134,11 @@ class Estimate:
     def tokens_per_second_per_device_range(self) -> tuple[float, float]:
         """The speed at the ends of the range of these errors."""
         return self.errors.speeds(self.tokens_per_second_per_device)
+
+    @property
+    def tokens_per_second_per_device_range_tuned(self) -> tuple[float, float]:
+        """The same, by the errors for NVIDIA's tuned programs."""
+        return self.errors_of("tuned").speeds(self.tokens_per_second_per_device)
 
     @property
     def range_groups(self) -> int:
@@ -215,8 +230,9 @@ SPEED = ("step_seconds", "compute_seconds", "matmul_seconds", "attention_seconds
          "hidden_seconds", "bubble_seconds", "optimizer_seconds", "tokens_per_second_per_device", "mfu_full",
          "mfu_causal")  # fmt: skip
 """Figures of time in the JSON of any plan."""
-SPEED_AND_RANGE = (*SPEED, "tokens_per_second_per_device_range", "range_groups")
-"""The same, and the range of the speed."""
+RANGE = "tokens_per_second_per_device_range"
+SPEED_AND_RANGE = (*SPEED, RANGE, f"{RANGE}_tuned", "range_groups")
+"""The same, and the ranges of the speed."""
 
 
 def speed(step: Estimate | None) -> dict[str, Any]:
