@@ -83,7 +83,8 @@ def _model(program: Program, tokens: int) -> list[tuple[str, str]]:
         unused = f" (the tokenizer has {tokens:,})" if tokens != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if model.flops is not None:
-        rows.append((f"FLOPs per {model.unit.removesuffix('s')}", model.flops.text()))
+        on_gpus = program.mesh.devices.flat[0].platform != "cpu"  # elsewhere no line follows the formula
+        rows.append((f"FLOPs per {model.unit.removesuffix('s')}", model.flops.text(megatron=on_gpus)))
     if predicted and vocabulary is not None:
         expected = cfg.first_loss()
         expected = f"ln {vocabulary} = {log(vocabulary):.3f}" if expected is None else expected

@@ -49,9 +49,9 @@ class Flops:
         """megatron / causal."""
         return None if self.megatron is None else self.megatron / self.causal
 
-    def text(self) -> str:
-        """All of them, in words."""
-        theirs = "" if self.megatron is None else f"; {self.megatron:.4g} by Megatron-LM's formula"
+    def text(self, *, megatron: bool = True) -> str:
+        """All of them, in words; megatron: with Megatron-LM's."""
+        theirs = f"; {self.megatron:.4g} by Megatron-LM's formula" if megatron and self.megatron is not None else ""
         return f"{self.causal:.4g} causal, {self.full:.4g} full (no mask){theirs}"
 
 
