@@ -11,7 +11,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig
-from megajax.data.rows.balancing import document_lengths, scores
+from megajax.data.rows.balancing import CAUSAL, document_lengths
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.splits import Rows
@@ -292,7 +292,7 @@ def test_best_fit() -> None:
 
 
 def scores_of(lengths: np.ndarray, rows: list[list[int]]) -> np.ndarray:
-    return np.array([scores(lengths[row]).sum() for row in rows])
+    return np.array([CAUSAL.pairs(lengths[row]).sum() for row in rows])
 
 
 def test_balanced_fit() -> None:
@@ -350,7 +350,8 @@ def test_padding_costs_little_attention(tmp_path: Path) -> None:
     real = apart[0]["segment_ids"] == 0
     assert real.sum() == text < 200 and not apart[0]["loss_mask"][~real].any()
     assert (apart.document_lengths(0)[1:] <= PADDING_PART).all()
-    assert scores(joined.document_lengths(0)).sum() == 4096 * 4097 / 2 > 25 * scores(apart.document_lengths(0)).sum()
+    work = [CAUSAL.pairs(rows.document_lengths(0)).sum() for rows in (joined, apart)]
+    assert work[0] == 4096 * 4097 / 2 > 25 * work[1]
 
 
 def test_padding_leaves_rows_to_cudnn() -> None:

@@ -15,9 +15,10 @@ from megajax.faults.config import ResilienceConfig
 from megajax.interop.runs.format import open_step
 from megajax.job.job import train
 from megajax.job.start.weights import frozen_weights_warning
+from megajax.layers.block.step_work import Training
 from megajax.layers.facts import total_size
 from megajax.layers.lora.config import LoRAConfig
-from megajax.models.facts import adapter_share
+from megajax.models.facts import trained_share
 from megajax.optim.config import AdamWConfig
 from megajax.training.program import Program
 
@@ -80,4 +81,5 @@ def test_formulas_count_the_adapters_of_the_program() -> None:
         elements = sum(np.prod(declared[path].shape[1:]) for path in declared if ".lora_" in path)
         (section,) = config.section_facts()
         weights = section.stack_weights(0)
-        assert adapter_share(weights, lora) * total_size(weights) == elements
+        share = trained_share(weights, Training(lora=lora), adapters=True)
+        assert share * total_size(weights) == elements
