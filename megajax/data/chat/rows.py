@@ -16,9 +16,7 @@ from megajax.data.chat.files import Conversations, Reader
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.row_source import ORDER_SAMPLE, check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, config_paths, parse_split, split_bounds
-from megajax.storage.index_cache import index_folder
 from megajax.tokenizers.base import Tokenizer, token_id
-from megajax.tokenizers.chat_template import ChatTemplate
 
 TOO_LONG = "longer than a row"
 NO_WEIGHT = "nothing to learn"
@@ -129,16 +127,8 @@ class ChatRows:
             "loss_mask": weights.astype(np.float32),
             "positions": index - np.repeat(np.minimum(starts, starts[conversations - 1]), lengths).astype(np.int32),
             "segment_ids": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-            "padding": self._padding(pieces),
+            "padding": self.packed(pieces, np.broadcast_to(False, len(self.conversations.tokens)), True)[:-1],
         }
-
-    def _padding(self, pieces: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Positions of a row without tokens of its conversations, bool [S]."""
-        padding, filled = np.ones(self.sequence_length, bool), 0
-        for first, last in pieces:
-            padding[filled : filled + last - first] = False
-            filled += -(-(last - first) // self._multiple) * self._multiple
-        return padding
 
     def document_lengths(self, row: int) -> np.ndarray:
         """Tokens of each document of a row, int64 [D]: its conversations, then its padding.
@@ -190,25 +180,14 @@ class ChatBuilder:
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
         if config.pad_token is not None:
             self.pad = token_id(tokenizer, config.pad_token, "data.pad_token")
-        template, as_written = ChatTemplate(config.template), config.end_token == "template"
-        if config.loss == "answers" and (header := template.learned_header()):
+        self.reader = self.reader_class(config, tokenizer)
+        if config.loss == "answers" and (header := self.reader.template.learned_header()):
             warnings.warn(
                 f"data.template: the model learns {header!r} before each answer, because the template writes no header "
                 "of an answer after a prompt: write it {% if add_generation_prompt %}, or mark answers with "
                 "{% generation %} … {% endgeneration %}.",
                 stacklevel=2,
             )
-        self.reader = self.reader_class(
-            template,
-            tokenizer,
-            loss=config.loss,
-            end_token=config.end_token,
-            on_error=config.on_error,
-            folder=index_folder(config.cache_dir),
-            names_are_text=(config.special_tokens or ("tokens" if as_written else "text")) == "text",
-            next_marker=not as_written if config.learn_next_marker is None else config.learn_next_marker,
-            cut_at_system=isinstance(config, ChatConfig) and config.packing == "lines",
-        )
 
     def splits(self, requested: Rows) -> Splits:
         """Row sources for the splits that a run requests; None for the others.
