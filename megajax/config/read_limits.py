@@ -149,6 +149,15 @@ def read_json(path: Path | str, limits: Limits = SETTINGS, *, unique: bool = Tru
     return parse_json(read_file(path, limits), unique=unique)
 
 
+def settings_of(path: Path) -> dict[str, Any]:
+    """The object of a JSON file of optional settings; {} for a file that is missing, or has none that can be read."""
+    try:
+        settings = read_json(path, unique=False)
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
 def without_mark(data: bytes, where: Path | str) -> bytes:
     """The first bytes of a text file, without the byte order mark of UTF-8. Raises UserError for UTF-16 and UTF-32."""
     zeros = "".join("a0"[not byte] for byte in data[:4])  # of ASCII in the wide encodings, with or without a mark

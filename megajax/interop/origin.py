@@ -12,7 +12,7 @@ from megajax.config.compose import TRUST
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.file_paths import StoredPath
 from megajax.config.files import ROOT, Source, assembled, read_stored
-from megajax.config.read_limits import read_json
+from megajax.config.read_limits import read_json, settings_of
 from megajax.inference.config import GenerationConfig, InferenceConfig
 from megajax.inference.request import Pooling
 from megajax.inference.sampling_settings import Sampling
@@ -215,7 +215,7 @@ def folder_sampling(folder: Path | None) -> Sampling:
 
     Raises UserError for a value beyond the limits.
     """
-    settings = _generation_settings(folder)
+    settings = {} if folder is None else settings_of(folder / GENERATION_CONFIG)
     recommended = {name: settings[name] for name in SAMPLING_DEFAULTS if settings.get(name) is not None}
     sampling = Sampling(**recommended)
     for problem in sampling.problems():
@@ -244,12 +244,3 @@ def folder_pooling(folder: Path | None) -> Pooling | None:
 def folder_stop_tokens(folder: Path | None) -> frozenset[int]:
     """Ids that end an answer, by the model's files in a tokenizer's folder."""
     return frozenset() if folder is None else resolve("megajax.tokenizers.base:stop_tokens")(folder)
-
-
-def _generation_settings(folder: Path | None) -> Mapping[str, Any]:
-    """The settings of generation_config.json; none without a file that can be read."""
-    try:
-        settings = read_json(folder / GENERATION_CONFIG, unique=False) if folder is not None else {}
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}

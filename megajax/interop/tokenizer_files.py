@@ -8,10 +8,10 @@ from typing import Any
 
 from megajax.config import read_limits
 from megajax.config.errors import UserError
-from megajax.config.read_limits import parse_json, read_json
+from megajax.config.read_limits import parse_json, settings_of
 from megajax.storage.safe_paths import demand_inside
 from megajax.tokenizers.base import LIMITS, Tokenizer, local_path, read_file, sentinel_name
-from megajax.tokenizers.chat_template import TEMPLATE
+from megajax.tokenizers.chat_template import TEMPLATE, token_text
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,
@@ -123,7 +123,7 @@ def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
         return originals | _tokenizer_json(config, tokenizer)
     folder = vocabulary_files(config)["tokenizer.json"].parent
     files = {name: read_file(str(folder / name), name) for name in present_files(folder, OF_TOKENIZER)} | originals
-    settings = dict(_settings(folder / SETTINGS))
+    settings = settings_of(folder / SETTINGS)
     names = json.loads(_tokenizer_json(config, tokenizer)[SETTINGS])
     if not settings:
         settings = names
@@ -131,7 +131,7 @@ def files_of(config: Any, tokenizer: Tokenizer) -> dict[str, bytes]:
         settings["eos_token"] = config.eod
     if not config.special_tokens_in_text:
         settings["split_special_tokens"] = True
-    if settings != _settings(folder / SETTINGS):
+    if settings != settings_of(folder / SETTINGS):
         files[SETTINGS] = json.dumps(settings, indent=2).encode()
     return files
 
@@ -234,7 +234,7 @@ def tokenizer_config(
 
     source: the folder that the files are in now. Its tokenizer_config.json names the token that ends a text.
     """
-    settings = _settings(source / SETTINGS)
+    settings = settings_of(source / SETTINGS)
     if "tokenizer.json" in present:
         eod = token_text(settings.get("eos_token")) or token_text(settings.get("sep_token"))
         return HuggingFaceTokenizerConfig(
@@ -268,7 +268,7 @@ def _added_tokens(model: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
     decoder = settings.get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, dict) else ()
     pairs = [(token_text(entry), number) for number, entry in entries]
-    pairs += _settings(model.with_name("added_tokens.json")).items()
+    pairs += settings_of(model.with_name("added_tokens.json")).items()
     if not pairs:
         return ()
     count = len(engine_of(str(model), read_file(str(model), "SentencePiece model")))
@@ -292,18 +292,3 @@ def _extra_ids(settings: Mapping[str, Any]) -> int:
     if isinstance(count, int) and count > MOST_SENTINELS:
         raise UserError(f"{SETTINGS}: extra_ids={count}, at most {MOST_SENTINELS:,} are read")
     return count if isinstance(count, int) and count > 0 else 0
-
-
-def _settings(path: Path) -> Mapping[str, Any]:
-    """The settings of tokenizer_config.json; {} if it can't be read, because they are optional."""
-    try:
-        settings = read_json(path, unique=False)
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
-
-
-def token_text(entry: Any) -> str | None:
-    """A special token, written as a text or as a mapping with its `content`."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None

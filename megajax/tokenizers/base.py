@@ -227,11 +227,8 @@ def stop_tokens(folder: Path) -> frozenset[int]:
     """The tokens that end an answer by generation_config.json of a folder, or else by its config.json, as in
     transformers; chat models have several. None without a file that can be read."""
     for name in ("generation_config.json", "config.json"):
-        try:
-            settings = read_limits.read_json(folder / name, unique=False)
-        except (OSError, ValueError):
-            continue
-        parts = (settings, settings.get("text_config")) if isinstance(settings, dict) else ()
+        settings = read_limits.settings_of(folder / name)
+        parts = settings, settings.get("text_config")
         for ids in (part.get("eos_token_id") for part in parts if isinstance(part, dict)):
             if tokens := frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int):
                 return tokens

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import parse_json, read_file, read_json, utf8_text
+from megajax.config.read_limits import parse_json, read_file, settings_of, utf8_text
 
 CUT = "\ufdd3"
 """Stands for the content of a message to find its place in a text; reserved for internal use like BEGIN and END."""
@@ -52,19 +52,6 @@ def weight_of(message: Mapping[str, Any]) -> float:
     return float(message.get("weight", 1))
 
 
-def _weights_of_marks(messages: Messages, marks: int) -> list[float]:
-    """Weights of the answers that a template marks. Raises TemplateMisfit if messages of the assistant have weights but
-    do not correspond to the marks."""
-    weights = [weight_of(message) for message in messages if message["role"] == "assistant"]
-    if len(weights) == marks:
-        return weights
-    if any(weight != 1 for weight in weights):
-        raise TemplateMisfit(
-            f"the chat template marks {marks} answers of {len(weights)} messages of the assistant, which have weights"
-        )
-    return [1.0] * marks
-
-
 class TemplateMisfit(Exception):
     """A conversation that the template rejects, or whose answers cannot be found in the rendered text."""
 
@@ -96,7 +83,7 @@ class ChatTemplate:
         require("jinja2", "A chat template")
         from jinja2 import TemplateError
 
-        where = f"{setting}={_excerpt(source)}"
+        where = f"{setting}={source if len(source) <= 60 else f'{source[:60]}…'!r}"
         self.text, names = _read(source, setting)
         self.identity = json.dumps([self.text, names], sort_keys=True)
         self._marked = "endgeneration" in self.text
@@ -144,8 +131,14 @@ class ChatTemplate:
         if self._marked:
             if any(mark in str(message["content"]) for message in messages for mark in (BEGIN, END)):
                 raise TemplateMisfit("it contains U+FDD0 or U+FDD1, which mark answers within a template")
-            first, *rest_pieces = [piece.partition(END) for piece in text.split(BEGIN)]
-            marked = zip(rest_pieces, _weights_of_marks(messages, len(rest_pieces)), strict=True)
+            first, *pieces = [piece.partition(END) for piece in text.split(BEGIN)]
+            weights = [weight_of(message) for message in messages if message["role"] == "assistant"]
+            if len(weights) != (marks := len(pieces)):
+                if set(weights) - {1}:
+                    count = f"{marks} answers of {len(weights)} messages of the assistant"
+                    raise TemplateMisfit(f"the chat template marks {count}, which have weights")
+                weights = [1.0] * marks
+            marked = zip(pieces, weights, strict=True)
             pairs = [(Part(answer, weight), Part(rest, 0)) for (answer, _, rest), weight in marked]
             return [Part(first[0], 0), *(part for pair in pairs for part in pair)]
         parts, end_before = [], 0
@@ -264,9 +257,9 @@ def is_missing(source: str) -> bool:
     return "{" not in source and source not in TEMPLATES and not Path(source).is_file()
 
 
-def template_text(source: str, setting: str = "data.template") -> str:
+def template_text(source: str) -> str:
     """The text of a template; see `ChatTemplate`. Raises UserError."""
-    return _read(source, setting)[0]
+    return _read(source, "data.template")[0]
 
 
 def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
@@ -297,18 +290,15 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
 
 def named_tokens(path: Path) -> dict[str, str]:
     """Role -> special token that a tokenizer_config.json names; {} without such a file."""
-    try:
-        settings = read_json(path, unique=False)
-    except (OSError, ValueError):
-        return {}
-    return _names(settings) if isinstance(settings, dict) else {}
+    return _names(settings_of(path))
 
 
 def _names(settings: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    content = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return {name: token for name, token in content.items() if isinstance(token, str)}
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    return {name: text for name in names if (text := token_text(settings.get(name))) is not None}
 
 
-def _excerpt(source: str) -> str:
-    return repr(source if len(source) <= 60 else f"{source[:60]}…")
+def token_text(entry: Any) -> str | None:
+    """A special token, written as a text or as a mapping with its `content`."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None

@@ -13,11 +13,6 @@ MOST_PIXELS = 178_956_970
 PATHS_HINT = "set data.paths, or data.train_paths"
 
 
-def image_loader() -> LoaderConfig:
-    """Images are decoded by several threads, each with its own batch: Pillow releases Python's lock."""
-    return LoaderConfig(threads=8, prefetch=8)
-
-
 def labelled_leaves(mixup: float = 0.0) -> dict[str, str]:
     """The leaves of a row of one image with its class or the classes of its pixels, name -> dtype."""
     leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
@@ -62,7 +57,8 @@ class ImagesConfig(Builds):
     """What happens when an image or its label cannot be read: stop, or use the next image and count the row."""
     seed: int | None = None
     """Seed for the order of images and their augmentation; none: the run's seed."""
-    loader: LoaderConfig = field(default_factory=image_loader)
+    # Images are decoded by several threads, each with its own batch: Pillow releases Python's lock.
+    loader: LoaderConfig = field(default_factory=lambda: LoaderConfig(threads=8, prefetch=8))
     """How rows are read ahead."""
 
     def problems(self) -> list[Problem]:

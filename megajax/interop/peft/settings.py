@@ -133,8 +133,8 @@ def read_settings(path: Path) -> AdapterSettings:
 
 def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     kinds = {
-        "r": (_is_rank, "a whole number above 0"),
-        "lora_alpha": (_is_alpha, "a number above 0"),
+        "r": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+        "lora_alpha": (lambda value: _is_number(value) and 0 < value <= LARGEST, "a number above 0"),
         "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number at least 0 and below 1"),
         "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
         "use_dora": (lambda value: value is None or isinstance(value, bool), "true or false"),
@@ -163,17 +163,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_alpha(value: Any) -> bool:
-    return _is_number(value) and 0 < value <= LARGEST
-
-
 def _is_layers(value: Any) -> bool:
     layers = value if isinstance(value, list) else [value]
-    return value is None or all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+    return value is None or all(type(layer) is int for layer in layers)
 
 
 def _is_names(value: Any) -> bool:

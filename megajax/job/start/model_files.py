@@ -28,13 +28,12 @@ from megajax.interop.tokenizer_files import (
     original_files,
     present_files,
     special_token_ids,
-    token_text,
     vocabulary_files,
 )
 from megajax.models.protocol import ids_below
 from megajax.storage.index_cache import atomic_write
 from megajax.tokenizers.base import LIMITS, Tokenizer
-from megajax.tokenizers.chat_template import TEMPLATE, template_text
+from megajax.tokenizers.chat_template import TEMPLATE, template_text, token_text
 from megajax.tokenizers.config import ByteTokenizerConfig, MultimodalTokenizerConfig, NullTokenizerConfig
 from megajax.training.run_config import RunConfig
 

@@ -30,18 +30,14 @@ def group_advantages(
     rewards = np.asarray(rewards, np.float64)
     if aggregation == "normalize_then_sum":
         columns = np.stack([_relative(column, size, "group") for column in rewards.T], axis=1)
-        return _standardised(total_reward(columns, weights))
+        total = total_reward(columns, weights)
+        return np.nan_to_num((total - np.nanmean(total)) / (_deviation(total) + SMALL), nan=0.0)
     return np.nan_to_num(_relative(total_reward(rewards, weights), size, scale), nan=0.0)
 
 
 def total_reward(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Weighted sums of rewards [N, F] over the functions with a score [N]; NaN for an answer without any."""
     return np.where(np.isnan(rewards).all(1), np.nan, np.nansum(rewards * weights, axis=1))
-
-
-def _standardised(values: np.ndarray) -> np.ndarray:
-    """Values with mean 0 and standard deviation 1; 0 for NaN, which is not part of either."""
-    return np.nan_to_num((values - np.nanmean(values)) / (_deviation(values) + SMALL), nan=0.0)
 
 
 def _relative(values: np.ndarray, size: int, scale: str) -> np.ndarray:
