@@ -84,12 +84,7 @@ def over_context(
 ) -> ParallelConfig:
     """Rows over so many devices."""
     return ParallelConfig(
-        data=1,
-        context=context,
-        context_strategy=strategy,
-        context_rounds=rounds,
-        context_heads=heads,
-        **settings,
+        data=1, context=context, context_strategy=strategy, context_rounds=rounds, context_heads=heads, **settings
     )
 
 

@@ -58,11 +58,7 @@ class Budget:
     """
 
     def __init__(
-        self,
-        where: str | Path,
-        limits: Limits,
-        *,
-        inner: Callable[[Any], Collection[Any] | None] = inner_values,
+        self, where: str | Path, limits: Limits, *, inner: Callable[[Any], Collection[Any] | None] = inner_values
     ):
         self.where, self._inner, factor = where, inner, _factor()
         self._bytes, self._entries, self._depth = (

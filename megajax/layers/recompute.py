@@ -122,13 +122,7 @@ class Recomputing:
             )
         if self.layers_per_checkpoint < 1 or (self.layers_per_checkpoint > 1 and self.recompute != "full"):
             message = f"cannot be {self.layers_per_checkpoint} with recompute={setting}"
-            problems.append(
-                Problem(
-                    "layers_per_checkpoint",
-                    message,
-                    "at least 1; above 1 only with recompute=full",
-                )
-            )
+            problems.append(Problem("layers_per_checkpoint", message, "at least 1; above 1 only with recompute=full"))
         return problems
 
 

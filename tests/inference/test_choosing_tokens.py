@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.inference.sampling.choose import (
-    Drawing,
-    Edits,
-    Program,
-    RowSampling,
-    choose,
-    keep_mask,
-    mask_disallowed,
-)
+from megajax.inference.sampling.choose import Drawing, Edits, Program, RowSampling, choose, keep_mask, mask_disallowed
 from megajax.inference.sampling_settings import LIMITS
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.config import ParallelConfig

@@ -500,8 +500,7 @@ def beams_of(prompt: Sequence[int], beams: int, length: int, end_tokens: Sequenc
 
 
 @pytest.mark.parametrize(
-    ("blocks", "sharing"),
-    [(64, True), (7, True), pytest.param(64, False, id="a model with a state per row")],
+    ("blocks", "sharing"), [(64, True), (7, True), pytest.param(64, False, id="a model with a state per row")]
 )
 def test_beam_search_through_rows(blocks: int, sharing: bool) -> None:
     """Beams are copied, dropped and preempted while others run. In 7 blocks no two beams fit."""

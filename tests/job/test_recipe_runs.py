@@ -29,12 +29,7 @@ from megajax.mesh.rules import Plan
 from megajax.models.decoder.config import PredictionConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.block_recipes import nvfp4
-from megajax.precision.config import (
-    Fp8DelayedConfig,
-    MatmulConfig,
-    Nvfp4Config,
-    PrecisionConfig,
-)
+from megajax.precision.config import Fp8DelayedConfig, MatmulConfig, Nvfp4Config, PrecisionConfig
 from megajax.precision.matmul import RoundedMatmul
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup

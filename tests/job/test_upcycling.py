@@ -80,11 +80,7 @@ def test_parts_of_a_dense_layer_together_compute_the_same(dense: tuple[Path, np.
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(data=1, expert=2, tensor=2),
-        ParallelConfig(data=1, expert=2, pipeline=2),
-    ],
+    "parallel", [ParallelConfig(data=1, expert=2, tensor=2), ParallelConfig(data=1, expert=2, pipeline=2)]
 )
 def test_several_devices_have_the_same_weights(dense: tuple[Path, np.ndarray], parallel: ParallelConfig) -> None:
     single, sharded = (started(dense[0], GRANULAR, layout)[0].state.params for layout in (None, parallel))

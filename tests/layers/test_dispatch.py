@@ -228,12 +228,7 @@ def test_rows_travel_in_ragged_all_to_alls() -> None:
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
     rows, sharding = DEVICES * 64, NamedSharding(mesh, P("expert"))
-    kinds = [
-        ((rows, 128), "float32"),
-        ((rows, 2), "float32"),
-        ((rows, 2), "int32"),
-        ((rows, 128), "float32"),
-    ]
+    kinds = [((rows, 128), "float32"), ((rows, 2), "float32"), ((rows, 2), "int32"), ((rows, 128), "float32")]
     abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in kinds]
     with jax.set_mesh(mesh):
         lowered = jax.jit(mapped).lower(*abstract)

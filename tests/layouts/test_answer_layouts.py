@@ -176,11 +176,7 @@ def test_given_experts_are_those_of_the_same_tokens_on_all_layouts(parallel: Par
 
 
 @pytest.mark.parametrize(
-    ("changes", "setting"),
-    [
-        ({"label_smoothing": 0.1}, "label_smoothing"),
-        ({"z_loss": 1e-4}, "z_loss"),
-    ],
+    ("changes", "setting"), [({"label_smoothing": 0.1}, "label_smoothing"), ({"z_loss": 1e-4}, "z_loss")]
 )
 def test_problems(changes: dict[str, float], setting: str) -> None:
     problems = replace(model(DPO), **changes).problems()

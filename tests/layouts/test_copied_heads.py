@@ -28,11 +28,7 @@ from megajax.models.decoder.config import DecoderConfig
 
 FSDP = ParallelConfig(data=2, tensor=4, sequence=True, data_sharding="fsdp")
 PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=4)
-LAYOUTS = {
-    "fsdp": FSDP,
-    "pipeline": PIPELINE,
-    "eight devices": ParallelConfig(data=1, tensor=8),
-}
+LAYOUTS = {"fsdp": FSDP, "pipeline": PIPELINE, "eight devices": ParallelConfig(data=1, tensor=8)}
 
 
 def model(kv_heads: int = 2, **changes: Any) -> DecoderConfig:

@@ -7,28 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import (
-    LENGTH,
-    ONE,
-    QUICK,
-    build_program,
-    differentiate,
-    gpt,
-    llama,
-    place,
-    rows,
-    start,
-    within,
-)
+from tiny_runs import LENGTH, ONE, QUICK, build_program, differentiate, gpt, llama, place, rows, start, within
 
 from megajax.interop.stored.model_differences import differences
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
-from megajax.models.distilled.config import (
-    DistillationConfig,
-    DistilledDecoderConfig,
-    with_teacher,
-)
+from megajax.models.distilled.config import DistillationConfig, DistilledDecoderConfig, with_teacher
 
 LOSS = DistillationConfig(mixture=0.3, temperature=2.0, weight=0.7, label_weight=0.4)
 TEACHER = replace(gpt("selective", repeats=1), hidden=48, sequence_length=LENGTH + 2, logit_cap=3.0)

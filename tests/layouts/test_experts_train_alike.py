@@ -77,10 +77,7 @@ CASES = {
     "drops, gather": (moe(DROPS, "gather"), WHOLE),
     "drops, ragged": (moe(DROPS, "ragged"), DATA),
     "drops, capacity": (moe(DROPS, "capacity"), DATA),
-    "drops, interleaved, whole experts": (
-        moe(DROPS),
-        replace(INTERLEAVED, sequence=True, expert_tensor="whole"),
-    ),
+    "drops, interleaved, whole experts": (moe(DROPS), replace(INTERLEAVED, sequence=True, expert_tensor="whole")),
 }
 """Any router with any way to dispatch, and either with any sharding."""
 

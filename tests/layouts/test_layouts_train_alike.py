@@ -59,11 +59,7 @@ def test_the_run_learns_and_starts_at_the_expected_loss():
     assert actual.tokens == rows(1)["loss_mask"].sum() < ROWS * LENGTH
 
 
-PARTS = {
-    "recompute": ("norm", "activation", "mlp"),
-    "recompute_layers": 1,
-    "offload": ("query_key_value", "residual"),
-}
+PARTS = {"recompute": ("norm", "activation", "mlp"), "recompute_layers": 1, "offload": ("query_key_value", "residual")}
 """Of some layers, some of them in host memory."""
 TOGETHER = {"recompute": "full", "layers_per_checkpoint": 2, "offload": ("input",)}
 """Two layers, their input in host memory."""

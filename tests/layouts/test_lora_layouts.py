@@ -32,10 +32,7 @@ def experts() -> DecoderConfig:
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (
-            adapted(llama(), dropout=0.2),
-            ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True),
-        ),
+        (adapted(llama(), dropout=0.2), ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)),
         (adapted(llama(repeats=3), dropout=0.2), ParallelConfig(data=2, pipeline=2, layers=(1, 2))),
         (adapted(llama(), dropout=0.2), ParallelConfig(data=1, tensor=8)),
         (adapted(gpt("selective"), rank_stabilized=True), ParallelConfig(data=4, data_sharding="zero1")),

@@ -35,10 +35,7 @@ def mixture(prediction: int = 0, **router: Any) -> DecoderConfig:
     """Two layers of experts, and heads of multi-token prediction."""
     coefficients = {f"{name}_loss": value for name, value in COEFFICIENTS.items()}
     mlp = MoEConfig(
-        experts=EXPERTS,
-        top_k=CHOSEN,
-        expert=GatedMLPConfig(ffn=16),
-        router=RouterConfig(**coefficients, **router),
+        experts=EXPERTS, top_k=CHOSEN, expert=GatedMLPConfig(ffn=16), router=RouterConfig(**coefficients, **router)
     )
     model = with_block(llama(), mlp=mlp)
     return replace(model, prediction=PredictionConfig(depth=prediction)) if prediction else model

@@ -65,13 +65,7 @@ class Meeting:
         self.outcomes: list[tuple[int, object]] = []
 
     def join(
-        self,
-        index: int,
-        count: int,
-        seed: int = 0,
-        host: str = "127.0.0.1",
-        gpus: GpuClaim = NO_GPUS,
-        token: str = "",
+        self, index: int, count: int, seed: int = 0, host: str = "127.0.0.1", gpus: GpuClaim = NO_GPUS, token: str = ""
     ) -> None:
         def body() -> None:
             try:

@@ -29,10 +29,7 @@ from megajax.models.t5.config import T5Config
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
 READING = BlockConfig(mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=MLP, norm=NORM)
 WRITING = BlockConfig(
-    mixer=AttentionConfig(heads=4, bias=True),
-    cross=CrossAttentionConfig(heads=4, bias=True),
-    mlp=MLP,
-    norm=NORM,
+    mixer=AttentionConfig(heads=4, bias=True), cross=CrossAttentionConfig(heads=4, bias=True), mlp=MLP, norm=NORM
 )
 
 

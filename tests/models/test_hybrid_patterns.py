@@ -49,10 +49,7 @@ def test_repeats_become_a_stack_and_others_segments() -> None:
         ("/*-", "has no layers"),
         ("M-*/", "each / starts the layers of one head"),
         ("M-*/*-/*", "all heads must have the same layers; got '\\*-' and '\\*'"),
-        (
-            "M-G*",
-            r"no block for 'G' \(gated delta net\) at position 3; known letters: M \(Mamba-2\), \* \(attention",
-        ),
+        ("M-G*", r"no block for 'G' \(gated delta net\) at position 3; known letters: M \(Mamba-2\), \* \(attention"),
         ("M-x", r"no block for 'x' at position 3"),
         ("M- M", r"no block for ' ' at position 3"),
     ],

@@ -83,11 +83,7 @@ def build_model(model: LlavaConfig) -> Llava:
 
 
 @pytest.mark.parametrize(
-    ("shuffle", "ffn", "keep"),
-    [
-        (2, None, False),
-        pytest.param(1, 0, True, marks=pytest.mark.slow),
-    ],
+    ("shuffle", "ffn", "keep"), [(2, None, False), pytest.param(1, 0, True, marks=pytest.mark.slow)]
 )
 def test_images_are_inserted_at_their_tokens(shuffle: int, ffn: int | None, keep: bool) -> None:
     """Equal to the decoder on embeddings with the projected images inserted by the test."""

@@ -79,11 +79,7 @@ def test_of_two_exclusive_settings_the_hint_keeps_either() -> None:
 
 
 def test_settings_without_a_problem() -> None:
-    for cfg in (
-        AdamWConfig(clip=None),
-        AdamWConfig(moments="bfloat16", beta2=0.95),
-        AdamWConfig(moments="float16"),
-    ):
+    for cfg in (AdamWConfig(clip=None), AdamWConfig(moments="bfloat16", beta2=0.95), AdamWConfig(moments="float16")):
         assert cfg.problems() == []
 
 

@@ -69,10 +69,7 @@ def two_updates(cfg: Any, declared: Declared = DECLARED, *, sharded: bool = Fals
 
 @pytest.mark.parametrize(
     "cfg",
-    [
-        pytest.param(AdamWConfig(moments="float16"), marks=pytest.mark.slow),
-        MuonConfig(),
-    ],
+    [pytest.param(AdamWConfig(moments="float16"), marks=pytest.mark.slow), MuonConfig()],
     ids=lambda cfg: cfg.name(),
 )
 def test_losses_equal_those_of_one_device(cfg):

@@ -101,10 +101,7 @@ def test_explicit_rates_of_weights_are_not_divided():
     schedule = ScheduleConfig(lr=1e-2, min_lr=1e-3, style="constant").build(steps=10, global_size=1)
     cfg = AdamWConfig(
         embedding_lr=5e-3,
-        groups=(
-            GroupConfig(match="stack.*.up", lr=2e-3),
-            GroupConfig(match="stack.*.down", lr_multiplier=0.5),
-        ),
+        groups=(GroupConfig(match="stack.*.up", lr=2e-3), GroupConfig(match="stack.*.down", lr_multiplier=0.5)),
     )
     optimizer = cfg.build(EVERYTHING, None, 4.0)
 

@@ -66,15 +66,9 @@ MUTATIONS: dict[str, tuple[str, Schedule]] = {
         "order",
         changed(SWAPPED, "forward", "slot", {(5, 1): SLOTS[6, 1], (6, 1): SLOTS[5, 1]}),
     ),
-    "backward before its forward": (
-        "order",
-        replace(FOUR, backward=EARLY, **EARLY_LINES),
-    ),
+    "backward before its forward": ("order", replace(FOUR, backward=EARLY, **EARLY_LINES)),
     # Stages 2 and 3 a tick late with every forward pass, and everything after with them.
-    "input that waits two ticks": (
-        "arrival",
-        moved(FOUR, forward=np.array([0, 0, 1, 1]), backward=LATER),
-    ),
+    "input that waits two ticks": ("arrival", moved(FOUR, forward=np.array([0, 0, 1, 1]), backward=LATER)),
     "slot of another forward": ("slots", changed(FOUR, "forward", "slot", {(2, 0): SLOTS[1, 0]})),
     # Stage 0 is idle at tick 9, with the backward passes of microbatches 3 to 7 still to come.
     "idle forward on a taken slot": ("slots", changed(FOUR, "forward", "slot", {(9, 0): SLOTS[7, 0]})),
@@ -82,10 +76,7 @@ MUTATIONS: dict[str, tuple[str, Schedule]] = {
     "slot outside the ring": ("form", changed(FOUR, "forward", "slot", {(0, 0): FOUR.ring_slots})),
     "microbatch that does not exist": ("form", changed(FOUR, "forward", "microbatch", {(7, 0): 8})),
     "wrong dtype": ("form", replace(FOUR, forward=FOUR.forward._replace(chunk=FOUR.forward.chunk.astype(np.int64)))),
-    "a stage too few": (
-        "form",
-        replace(FOUR, backward=Work(*(array[:, :3] for array in FOUR.backward))),
-    ),
+    "a stage too few": ("form", replace(FOUR, backward=Work(*(array[:, :3] for array in FOUR.backward)))),
     "phase that ends early": (
         "phases",
         replace(FOUR, phases=(Phase(0, 4, True, False), Phase(4, 11, True, True), FOUR.phases[2])),

@@ -46,7 +46,7 @@ def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: Any) -> Pa
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 
 CASES: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
-    "interleaved padded": (llama(repeats=5), stages(2, **INTERLEAVED), 4),
+    "interleaved padded": (llama(repeats=5), stages(2, **INTERLEAVED), 4)
 }
 SLOW: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
     "interleaved padded sequence": (llama(repeats=5), stages(2, tensor=2, sequence=True, **INTERLEAVED), 4),
@@ -128,10 +128,7 @@ def test_work_in_some_ticks_is_named_after_their_number() -> None:
         shares = [int(match[1]) / int(match[2]) for match in matches if match]
         assert sum(share * count for share, count in zip(shares, ticks, strict=True)) == pytest.approx(4)
     one_chunk = tick_loops(build("1f1b", stages=4, microbatches=8, loss_wait=1))
-    assert {which for loop in one_chunk for which in (loop.ready, loop.embed, loop.leave)} == {
-        "none",
-        "all",
-    }
+    assert {which for loop in one_chunk for which in (loop.ready, loop.embed, loop.leave)} == {"none", "all"}
 
 
 @cache

@@ -51,13 +51,7 @@ def run(schedule: Schedule) -> dict[str, list]:
     arriving, returning = [None] * stages, [None] * stages
     rings = [["nothing"] * schedule.ring_slots for _ in range(stages)]
     waiting = ["nothing"] * schedule.output_slots
-    log: dict[str, list] = {
-        "forward": [],
-        "backward": [],
-        "embed": [],
-        "head": [],
-        "end": [],
-    }
+    log: dict[str, list] = {"forward": [], "backward": [], "embed": [], "head": [], "end": []}
     for phase in schedule.phases:
         for tick in range(phase.start, phase.stop):
             outputs, gradients = ["garbage"] * stages, ["garbage"] * stages

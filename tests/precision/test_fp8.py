@@ -259,10 +259,7 @@ REFUSED = {
         "rows of 24 over parallel.context=1 are 24, but precision.matmul needs a multiple of 16",
     ),
     "hidden": (["--model.hidden=72"], "model.hidden: is 72, but precision.matmul needs a multiple of 16"),
-    "ffn": (
-        ["--parallel.tensor=2", "--model.stack.pattern.0.mlp.ffn=176"],
-        "176 over parallel.tensor=2 is 88, but",
-    ),
+    "ffn": (["--parallel.tensor=2", "--model.stack.pattern.0.mlp.ffn=176"], "176 over parallel.tensor=2 is 88, but"),
     "heads": (
         ["--parallel.tensor=2", "--model.stack.pattern.0.mixer.head_dim=8"],
         "2 of 8 over parallel.tensor=2 are 8, but",

@@ -90,8 +90,7 @@ def alone(matmul: RoundedMatmul, x: Any, w: Any, dy: Any, *amax: Any) -> list[tu
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("fp8_delayed", "nvfp4"))) for name in RECIPES],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("fp8_delayed", "nvfp4"))) for name in RECIPES]
 )
 def test_each_expert_is_multiplied_as_if_it_were_alone(name: str) -> None:
     """Results, gradients and observed magnitudes."""

@@ -133,10 +133,7 @@ def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "metric", "least", "file"),
-    [
-        ("glue", "accuracy_mismatched", 0.95, "MNLI-mm.tsv"),
-        ("glue:glue_stsb", "spearman", 0.9, "STS-B.tsv"),
-    ],
+    [("glue", "accuracy_mismatched", 0.95, "MNLI-mm.tsv"), ("glue:glue_stsb", "spearman", 0.9, "STS-B.tsv")],
 )
 def test_a_tiny_bert_learns_synthetic_files(name, metric, least, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

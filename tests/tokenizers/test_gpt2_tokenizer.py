@@ -143,10 +143,7 @@ def test_real_vocabulary_on_real_text(data_dir):
     theirs = tokenizers.ByteLevelBPETokenizer(*files)
     assert (tokenizer.vocabulary_size, tokenizer.eod) == (50257, 50256)
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
-    for name, tokens in (
-        ("wikitext2/valid.txt", 258659),
-        ("tinyshakespeare/input.txt", 338025),
-    ):
+    for name, tokens in (("wikitext2/valid.txt", 258659), ("tinyshakespeare/input.txt", 338025)):
         data = (data_dir / name).read_bytes()
         ids = tokenizer.encode_bytes(data)
         assert ids.tolist() == theirs.encode(data.decode()).ids and len(ids) == tokens

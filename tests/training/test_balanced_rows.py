@@ -140,10 +140,7 @@ REFUSED = {
     "whole rows": ({"data": {"isolate_documents": False}}, "each row is one document, so all rows have the same work"),
     "means": ({"batch": {"loss_average": "microbatches"}}, "loss_average=microbatches with batch.micro_size=2"),
     "experts": ({"mlp": experts(aux_loss=0.1)}, "changes the losses of model.stack.pattern.0.mlp.router.aux_loss"),
-    "capacity": (
-        {"mlp": experts(capacity=CapacityConfig(factor=1.0))},
-        "mlp.router.capacity, which compares",
-    ),
+    "capacity": ({"mlp": experts(capacity=CapacityConfig(factor=1.0))}, "mlp.router.capacity, which compares"),
     "room": (
         {"mlp": replace(experts(), dispatch=DispatchConfig(room=1.5))},
         "changes the losses of model.stack.pattern.0.mlp.dispatch.room",

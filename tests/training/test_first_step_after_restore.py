@@ -65,11 +65,7 @@ def test_the_first_step_after_a_restore_reuses_every_buffer(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [
-        ("parallel.pipeline=2", "parallel.tensor=2", "parallel.data_sharding=zero1"),
-        ("optimizer.offload=0.5",),
-    ],
+    "layout", [("parallel.pipeline=2", "parallel.tensor=2", "parallel.data_sharding=zero1"), ("optimizer.offload=0.5",)]
 )
 def test_other_layouts_reuse_them_too(layout: tuple[str, ...], tmp_path: Path) -> None:
     run = restored(tmp_path, *layout)

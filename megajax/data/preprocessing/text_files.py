@@ -88,11 +88,7 @@ class WholeFile:
         return document
 
 
-SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "text": (".txt", ".text"),
-    "parquet": (".parquet",),
-}
+SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "text": (".txt", ".text"), "parquet": (".parquet",)}
 """Format -> suffixes of its files."""
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 

@@ -12,11 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import (
-    ForeignModel,
-    Tensors,
-    contiguous,
-)
+from megajax.checkpoint.weights.foreign import ForeignModel, Tensors, contiguous
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.hints import download_hint

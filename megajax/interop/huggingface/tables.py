@@ -354,9 +354,7 @@ class Decoder(NamedTuple):
         )
         activation: Any = settings.activation(self.activation, "silu")
         mlp: Any = (GatedMLPConfig if self.gate else DenseMLPConfig)(
-            ffn=settings.count("intermediate_size"),
-            activation=activation,
-            bias=mlp_bias,
+            ffn=settings.count("intermediate_size"), activation=activation, bias=mlp_bias
         )
         changes: dict[str, Any] = {"norm": normalisation, "norm_placement": self.placement, **self.model(settings)}
         mixers = [

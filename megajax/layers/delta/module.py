@@ -39,13 +39,7 @@ class GatedDeltaNet(RecurrentMixer):
     convolved = ("q", "k", "v")
     rates = ("dt_bias", "a_log")
     gate_activation = staticmethod(jax.nn.silu)
-    input_axes: ClassVar = {
-        "q": GROUPS,
-        "k": GROUPS,
-        "v": HEADS,
-        "a": PER_HEAD,
-        "b": PER_HEAD,
-    }
+    input_axes: ClassVar = {"q": GROUPS, "k": GROUPS, "v": HEADS, "a": PER_HEAD, "b": PER_HEAD}
 
     def __init__(self, cfg: GatedDeltaNetConfig, settings: LayerSettings):
         hidden, head, group = settings.hidden, (cfg.heads, cfg.head_dim), (cfg.groups, cfg.key_dim)

@@ -35,12 +35,7 @@ class Mamba2(RecurrentMixer):
 
     convolved = ("x", "b", "c")
     rates = ("dt_bias", "a_log", "skip")
-    input_axes: ClassVar = {
-        "x": HEADS,
-        "b": GROUPS,
-        "c": GROUPS,
-        "dt": ("batch", "seq", "heads"),
-    }
+    input_axes: ClassVar = {"x": HEADS, "b": GROUPS, "c": GROUPS, "dt": ("batch", "seq", "heads")}
 
     def __init__(self, cfg: Mamba2Config, settings: LayerSettings):
         hidden, head, group = settings.hidden, (cfg.heads, cfg.head_dim), (cfg.groups, cfg.state)

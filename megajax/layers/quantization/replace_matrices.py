@@ -58,9 +58,5 @@ def _quantized(cfg: QuantizationConfig, matrix: Matrix) -> Quantized:
     plain = "expert" in axes
     eight = cfg.activations == "fp8" and not plain
     return Quantized(
-        form,
-        balanced=cfg.balanced and not plain,
-        activations=eight,
-        static=cfg.static and eight,
-        double=cfg.double,
+        form, balanced=cfg.balanced and not plain, activations=eight, static=cfg.static and eight, double=cfg.double
     )

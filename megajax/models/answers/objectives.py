@@ -12,14 +12,7 @@ from jax import Array, lax
 from megajax.batch import Rows
 from megajax.mesh.collectives import token_axes
 from megajax.models.answers.answers import Answers, mean_of
-from megajax.models.answers.config import (
-    JUDGED_KINDS,
-    PAIR_KINDS,
-    DPOConfig,
-    KTOConfig,
-    ORPOConfig,
-    SimPOConfig,
-)
+from megajax.models.answers.config import JUDGED_KINDS, PAIR_KINDS, DPOConfig, KTOConfig, ORPOConfig, SimPOConfig
 from megajax.models.answers.preference_losses import (
     DIVERGENCES,
     PAIR_LOSSES,

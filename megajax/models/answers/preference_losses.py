@@ -34,11 +34,7 @@ class PairScores(NamedTuple):
 
 
 DIVERGENCES: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
-    {
-        "reverse_kl": lambda ratio: ratio,
-        "forward_kl": lambda ratio: -jnp.exp(-ratio),
-        "jensen_shannon": log_sigmoid,
-    }
+    {"reverse_kl": lambda ratio: ratio, "forward_kl": lambda ratio: -jnp.exp(-ratio), "jensen_shannon": log_sigmoid}
 )
 """Divergence of p from r that is penalised -> log-ratio -> score, up to a constant (Wang et al. 2023, f-DPO)."""
 

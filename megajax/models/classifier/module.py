@@ -12,12 +12,7 @@ from megajax.batch import SAMPLE, Loss, Rows
 from megajax.layers.context import Context, dropout
 from megajax.layers.param import LayerSettings
 from megajax.models.bert.module import Bert, Dense
-from megajax.models.classifier.config import (
-    ChoiceHeadConfig,
-    ClassHeadConfig,
-    RegressionHeadConfig,
-    SpanHeadConfig,
-)
+from megajax.models.classifier.config import ChoiceHeadConfig, ClassHeadConfig, RegressionHeadConfig, SpanHeadConfig
 from megajax.models.decoder.module import EMBEDDING_PLACE, DecoderLM
 from megajax.models.reduction import LossReduction
 from megajax.models.vit.module import Linear, reported, scored

@@ -93,10 +93,7 @@ def phi3(
     return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
 
 
-SMOLLM3 = {
-    "debug": Size(4, 64, 4, 2, 160, tied=True),
-    "3b": Size(36, 2048, 16, 4, 11008, tied=True),
-}
+SMOLLM3 = {"debug": Size(4, 64, 4, 2, 160, tied=True), "3b": Size(36, 2048, 16, 4, 11008, tied=True)}
 
 
 def smollm3(size: str, *, sequence_length: int = 65536, vocabulary_size: int = 128256) -> DecoderConfig:
@@ -130,10 +127,7 @@ def mixtral(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 32
     block = BlockConfig(
         mixer=AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, rope=RopeConfig(base=1000000.0)),
         mlp=MoEConfig(
-            experts=row.experts,
-            top_k=row.top_k,
-            expert=GatedMLPConfig(ffn=row.ffn),
-            router=RouterConfig(aux_loss=0.02),
+            experts=row.experts, top_k=row.top_k, expert=GatedMLPConfig(ffn=row.ffn), router=RouterConfig(aux_loss=0.02)
         ),
         norm=RMSNormConfig(),
     )

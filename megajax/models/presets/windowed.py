@@ -74,11 +74,7 @@ def exaone4(
     return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied)
 
 
-OLMO3 = {
-    "debug": Size(4, 64, 4, 4, 160),
-    "7b": Size(32, 4096, 32, 32, 11008),
-    "32b": Size(64, 5120, 40, 8, 27648),
-}
+OLMO3 = {"debug": Size(4, 64, 4, 4, 160), "7b": Size(32, 4096, 32, 32, 11008), "32b": Size(64, 5120, 40, 8, 27648)}
 
 OLMOE = {
     "debug": Size(4, 64, 4, 4, 32, experts=16, top_k=4),

@@ -59,12 +59,7 @@ def write(stored: StoredModel, target: Path, options: Options, advance: Advance)
     dtype = options.dtype or jnp.dtype(stored.origin.dtype or "float32")
     with new_folder(target, stored.elements() * dtype.itemsize) as folder:
         table = write_model(
-            folder,
-            stored.model,
-            stored.weights,
-            engine=options.family != "local",
-            dtype=dtype,
-            advance=advance,
+            folder, stored.model, stored.weights, engine=options.family != "local", dtype=dtype, advance=advance
         )
     return [
         f"{target}: {len(table)} tensors in {dtype.name} for one rank, layers of "

@@ -94,11 +94,7 @@ def files(args: Arguments, dataset: Callable[..., Any], shared: Mapping[str, Any
     return {"data": dataset(paths=tuple(paths or ("unset",)), split=re.sub(r"[\s'\"]", "", args["split"]), **shared)}
 
 
-FORMATS: Mapping[str, str] = {
-    "identity": "<unk>",
-    "nemotron-h-aligned": "<SPECIAL_233>",
-    "nemotron-nano-v2": "<unk>",
-}
+FORMATS: Mapping[str, str] = {"identity": "<unk>", "nemotron-h-aligned": "<SPECIAL_233>", "nemotron-nano-v2": "<unk>"}
 """Value of --sft-tokenizer-prompt-format that is also the name of a template here -> its pad token."""
 
 

@@ -24,10 +24,7 @@ MOST_LAYERS = 100_000
 PATTERN = "hybrid-layer-pattern"
 SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 KERNELS = {"auto": "auto", "flash": "auto", "fused": "auto", "unfused": "reference", "local": "reference"}
-NORMS: dict[str, type[LayerNormConfig] | type[RMSNormConfig]] = {
-    "LayerNorm": LayerNormConfig,
-    "RMSNorm": RMSNormConfig,
-}
+NORMS: dict[str, type[LayerNormConfig] | type[RMSNormConfig]] = {"LayerNorm": LayerNormConfig, "RMSNorm": RMSNormConfig}
 
 
 def layers(args: Arguments) -> int:

@@ -27,15 +27,7 @@ from megajax.interop.megatron.flags.encoders import (
 from megajax.interop.megatron.flags.hybrid import decoder_stack
 from megajax.interop.megatron.flags.layout import parallel, recompute
 from megajax.interop.megatron.flags.model import embedding, stack, vocabulary, width_scaling
-from megajax.interop.megatron.flags.reading import (
-    Arguments,
-    Flag,
-    Mapped,
-    Noted,
-    Refused,
-    Unnecessary,
-    read_table,
-)
+from megajax.interop.megatron.flags.reading import Arguments, Flag, Mapped, Noted, Refused, Unnecessary, read_table
 from megajax.interop.megatron.flags.run import (
     batch,
     checkpoint,

@@ -29,11 +29,7 @@ STREAM = 3.5565588200778455
 
 
 def minimax(
-    size: str,
-    *,
-    sequence_length: int = 8192,
-    vocabulary_size: int = 200064,
-    dispatch: DispatchConfig | None = None,
+    size: str, *, sequence_length: int = 8192, vocabulary_size: int = 200064, dispatch: DispatchConfig | None = None
 ) -> DecoderConfig:
     """MiniMax: seven layers of lightning attention, then one of attention; experts in all. `debug` has three, then one.
 
