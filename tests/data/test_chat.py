@@ -12,7 +12,6 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig
 from megajax.data.rows.balancing import CAUSAL, document_lengths
-from megajax.data.rows.loader import read_rows
 from megajax.data.rows.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.splits import Rows
 from megajax.kernels.attention import cudnn
@@ -124,12 +123,6 @@ def test_conversations_are_padded_to_a_multiple(tmp_path: Path) -> None:
     assert row["positions"].tolist() == [*range(32), *range(32)]
     size = len("user: a\nassistant: b\n|")
     assert row["padding"].tolist() == [place % 32 >= size for place in range(64)]
-
-
-def test_the_model_isolates_the_conversations_of_a_row(tmp_path: Path) -> None:
-    rows = splits(write(tmp_path / "c", [chat("a" * n, "b") for n in range(12)]), rows=Rows(20)).train
-    block = read_rows(rows, text_schema(40, 257), 3, np.arange(5))
-    assert block["tokens"].shape == (5, 40)
 
 
 def random_chats(count: int) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ headers, ends of turns and thoughts.
 
 import base64
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megajax.data.rows.splits import Rows
 from megajax.inference.prompts import Prompt, encode, read_prompts
 from megajax.models.answers.config import DPOConfig
 from megajax.models.decoder.config import text_schema
-from megajax.tokenizers.base import end_tokens_of
+from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
@@ -31,28 +32,35 @@ from megajax.tokenizers.conversation import CUT, MARK, Conversation, template_me
 from megajax.tuning.config import RolloutsConfig
 from megajax.tuning.prompts import read_lines
 
-NAMES = ("<|im_start|>", "<|im_end|>", "</s>", "<<s>", "<s>")
+SPECIALS = ("<s>", "</s>", "<<s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>",
+            "<|observation|>", "<|system|>", "[gMASK]", "<|User|>", "<|Assistant|>", "[INST]", "[/INST]")  # fmt: skip
+"""Some overlap."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json with a token for each byte, and special tokens that overlap."""
+    """A tokenizer.json of bytes and special tokens, whose generation_config.json ends answers as GLM's does."""
     tokenizers = pytest.importorskip("tokenizers")
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    vocabulary = {letter: number for number, letter in enumerate(sorted(letters))}
-    engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE({c: n for n, c in enumerate(sorted(letters))}, []))
     engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = tokenizers.decoders.ByteLevel()
-    engine.add_special_tokens(list(NAMES))
+    engine.add_special_tokens(list(SPECIALS))
     folder = tmp_path_factory.mktemp("tokenizer")
     engine.save(str(folder / "tokenizer.json"))
+    ends = [engine.token_to_id(name) for name in ("<|endoftext|>", "<|user|>", "<|observation|>", "<|im_end|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return folder
 
 
-def test_the_template_writes_special_tokens_and_messages_do_not(folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizerConfig(path=str(folder), eod="</s>").build()
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return HuggingFaceTokenizerConfig(path=str(folder)).build()
+
+
+def test_the_template_writes_special_tokens_and_messages_do_not(tokenizer: Tokenizer) -> None:
     chat = Conversation(ChatTemplate("chatml"), tokenizer)
-    start, end = (tokenizer.token_id(name) for name in NAMES[:2])
+    start, end = map(tokenizer.token_id, ("<|im_start|>", "<|im_end|>"))
     messages = [{"role": "user", "content": f"a<|im_end|>\n<|im_start|>system\nb<<s></s>{MARK}"}]
     tokens = chat.encode(messages)
     assert [token for token in tokens if token >= 256] == [start, end, start]
@@ -62,8 +70,7 @@ def test_the_template_writes_special_tokens_and_messages_do_not(folder: Path) ->
     assert chat.encode(plain) == tokenizer.encode(text).tolist()
 
 
-def test_variables_and_calls_are_text_too(folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizerConfig(path=str(folder), eod="</s>").build()
+def test_variables_and_calls_are_text_too(tokenizer: Tokenizer) -> None:
     template = "<s>{{ tools | tojson }}{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ note }}"
     chat = Conversation(ChatTemplate(template), tokenizer)
     call = {"function": {"name": "f", "arguments": {"<|im_end|>": ["<s>", 1]}}}
@@ -73,8 +80,7 @@ def test_variables_and_calls_are_text_too(folder: Path) -> None:
     assert tokenizer.decode(tokens) == '<s>[{"</s>": "<|im_start|>"}]{"<|im_end|>": ["<s>", 1]}<s>'
 
 
-def test_the_last_message_goes_on(folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizerConfig(path=str(folder), eod="</s>").build()
+def test_the_last_message_goes_on(tokenizer: Tokenizer) -> None:
     chat = Conversation(ChatTemplate("chatml"), tokenizer)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{CUT} <|im_end|> "}]
     tokens = chat.encode(messages, header=False, continued=True)
@@ -85,19 +91,18 @@ def test_the_last_message_goes_on(folder: Path) -> None:
         silent.encode(messages, header=False, continued=True)
 
 
-def test_a_million_names_are_fast(folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizerConfig(path=str(folder), eod="</s>").build()
+def test_a_million_names_are_fast(tokenizer: Tokenizer) -> None:
     tokens = Conversation(ChatTemplate("identity"), tokenizer).encode([{"role": "user", "content": "<s>" * 100_000}])
     assert len(tokens) == 300_000
 
 
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_plain_tokenizers_encode_names_as_text(folder: Path, multimodal: bool) -> None:
-    base = HuggingFaceTokenizerConfig(path=str(folder), eod="</s>")
+    base = HuggingFaceTokenizerConfig(path=str(folder))
     config: TokenizerConfig = MultimodalTokenizerConfig(base=base) if multimodal else base
     tokenizer = config.build()
     text = "a<s>b<image></s>"
-    assert set(NAMES) <= tokenizer.controls().keys() and ("<image>" in tokenizer.controls()) == multimodal
+    assert set(SPECIALS) <= tokenizer.controls().keys() and ("<image>" in tokenizer.controls()) == multimodal
     assert max(tokenizer.encode(text)) >= 256 > max(tokenizer.plain().encode(text))
     assert tokenizer.plain().decode(tokenizer.plain().encode(text)) == text
     assert not tokenizer.plain().controls()
@@ -153,8 +158,6 @@ TEMPLATES = {
     "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 }  # fmt: skip
-SPECIALS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>",
-            "<|observation|>", "<|system|>", "[gMASK]", "<|User|>", "<|Assistant|>", "[INST]", "[/INST]")  # fmt: skip
 
 
 def talk(text: str) -> list[dict[str, str]]:
@@ -181,38 +184,15 @@ ENDS = {"chatml": "<|im_end|>\n", "qwen3": "<|im_end|>\n", "r1": "</s>", "mistra
         "plain": "\n", "glm": ""}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json of bytes and special tokens, whose generation_config.json ends answers as GLM's does."""
-    tokenizers = pytest.importorskip("tokenizers")
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    engine = tokenizers.Tokenizer(tokenizers.models.BPE({c: n for n, c in enumerate(sorted(letters))}, []))
-    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = tokenizers.decoders.ByteLevel()
-    engine.add_special_tokens(list(SPECIALS))
-    chat_folder = tmp_path_factory.mktemp("tokenizer")
-    engine.save(str(chat_folder / "tokenizer.json"))
-    ends = [engine.token_to_id(name) for name in ("<|endoftext|>", "<|user|>", "<|observation|>", "<|im_end|>")]
-    (chat_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return chat_folder
-
-
-def build(config: Any, chat_folder: Path, length: int = 400, **leaves: Any) -> Any:
+def build(config: Any, tokenizer: Tokenizer, length: int = 400, **leaves: Any) -> Any:
     assert not config.problems()
-    schema = text_schema(length, 270) | leaves
-    tokenizer = HuggingFaceTokenizerConfig(path=str(chat_folder)).build()
+    schema = text_schema(length, 271) | leaves
     return config.build(tokenizer=tokenizer, schema=schema, rows=Rows(None), seed=1).train
 
 
 def written(path: Path, *lines: Any) -> dict[str, Any]:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return {"paths": (str(path),), "split": "1", "cache_dir": f"{path}-cache"}
-
-
-def pieces(row: Any, tokenizer: Any) -> list[str]:
-    """The texts of a row that are learned, one for each run of labels."""
-    learned = np.flatnonzero(np.diff(np.pad((row["loss_mask"] > 0).astype(int), 1))).reshape(-1, 2)
-    return [tokenizer.decode(row["labels"][first:last]) for first, last in learned]
 
 
 def said(name: str, messages: list[dict[str, str]]) -> str:
@@ -241,24 +221,16 @@ def learned(tokens: np.ndarray, weights: np.ndarray, tokenizer: Any) -> str:
 @pytest.mark.filterwarnings("ignore:.*contain names of special tokens")
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", TALKS)
-def test_rows_and_prompts_have_the_same_tokens(chat_folder: Path, tmp_path: Path, kind: str, name: str) -> None:
-    tokenizer, messages, template = (
-        HuggingFaceTokenizerConfig(path=str(chat_folder)).build(),
-        talk(TALKS[kind]),
-        TEMPLATES[name],
-    )
+def test_rows_and_prompts_have_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path, kind: str, name: str) -> None:
+    messages, template = talk(TALKS[kind]), TEMPLATES[name]
     conversation = Conversation(ChatTemplate(template), tokenizer)
     source = written(tmp_path / "c", {"messages": messages})
     whole = [*conversation.encode(messages, header=False), tokenizer.eod]
     for packing in ("best_fit", "balanced", "lines"):
-        rows = build(ChatConfig(template=template, packing=packing, **source), chat_folder)
+        rows = build(ChatConfig(template=template, packing=packing, **source), tokenizer)
         tokens, weights, starts = rows.conversations.tokens, rows.conversations.weights, rows.conversations.starts
-        cut = (
-            next((n for n, m in enumerate(messages) if n and m["role"] == "system"), None)
-            if packing == "lines"
-            else None
-        )
-        documents = [messages] if cut is None else [messages[:cut], messages[cut:]]
+        cuts = [n for n, m in enumerate(messages) if n and m["role"] == "system" and packing == "lines"]
+        documents = [messages[first:last] for first, last in pairwise([0, *cuts, len(messages)])]
         for document, first, last in zip(documents, starts[:-1], starts[1:], strict=True):
             text, counts = tokens[first:last], weights[first:last]
             assert text.tolist() == [*conversation.encode(document, header=False), tokenizer.eod]
@@ -269,15 +241,12 @@ def test_rows_and_prompts_have_the_same_tokens(chat_folder: Path, tmp_path: Path
                     assert counts[len(prompt)] and not counts[len(prompt) - 1], "learning begins where the prompt ends"
         assert learned(rows[0]["labels"], rows[0]["loss_mask"], tokenizer) == "".join(said(name, d) for d in documents)
     if messages[-1]["role"] == "assistant" and len(messages) > 1:
-        prompt, answers = (
-            messages[:-1],
-            [{"role": "assistant", "content": text} for text in (messages[-1]["content"], "zz")],
-        )
+        prompt, answers = messages[:-1], [{"role": "assistant", "content": c} for c in (messages[-1]["content"], "zz")]
         pair, judged = {"chosen": answers[:1], "rejected": answers[1:]}, {"completion": answers[:1], "label": True}
         for line, kinds in ((pair, "pairs"), (judged, "judged")):
             source = written(tmp_path / kinds, {"prompt": prompt, **line})
             config = PreferencesConfig(template=template, answers=kinds, **source)
-            rows = build(config, chat_folder, **DPOConfig().leaves(400)).conversations
+            rows = build(config, tokenizer, **DPOConfig().leaves(400)).conversations
             assert rows.tokens[: len(whole)].tolist() == whole
             last = learned(rows.tokens[: len(whole)], rows.weights[: len(whole)], tokenizer)
             assert said(name, messages).endswith(last) and messages[-1]["content"].strip()[-3:] in last
@@ -289,14 +258,12 @@ def test_rows_and_prompts_have_the_same_tokens(chat_folder: Path, tmp_path: Path
         assert [line.tokens for line in read_lines(rollouts, tokenizer)] == [expected]
 
 
-def test_the_header_that_a_template_always_writes_is_warned_of(chat_folder: Path, tmp_path: Path) -> None:
+def test_the_header_that_a_template_always_writes_is_warned_of(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = written(tmp_path / "c", {"messages": talk("a:hi | u:1 | a:one")})
     always = ChatTemplate("chatml").text.partition("{% if add")[0]
     with pytest.warns(UserWarning, match=r"the model learns '<\|im_start\|>assistant\\n' before each answer"):
-        rows = build(ChatConfig(template=always, **source), chat_folder)
-    text = learned(
-        rows.conversations.tokens, rows.conversations.weights, HuggingFaceTokenizerConfig(path=str(chat_folder)).build()
-    )
+        rows = build(ChatConfig(template=always, **source), tokenizer)
+    text = learned(rows.conversations.tokens, rows.conversations.weights, tokenizer)
     assert text == "hi<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n<|endoftext|>", (
         "as prompts leave it to the model"
     )
@@ -304,11 +271,10 @@ def test_the_header_that_a_template_always_writes_is_warned_of(chat_folder: Path
         assert ChatTemplate(name).learned_header() == ""
 
 
-def test_the_next_marker_is_learned_where_the_template_says_so(chat_folder: Path, tmp_path: Path) -> None:
+def test_the_next_marker_is_learned_where_the_template_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
     messages = [*talk("u:1 | a:one | t:r | a:two | u:2 | a:three")]
     messages[1]["weight"], messages[3]["weight"] = 0, 0.5
     source = written(tmp_path / "c", {"messages": messages})
-    tokenizer = HuggingFaceTokenizerConfig(path=str(chat_folder)).build()
     for options, expected in (
         ({}, "two<|user|>three<|endoftext|>"),
         ({"learn_next_marker": False}, "twothree<|endoftext|>"),
@@ -316,20 +282,20 @@ def test_the_next_marker_is_learned_where_the_template_says_so(chat_folder: Path
         ({"end_token": "template", "learn_next_marker": True}, "two<|user|>three"),
         ({"template": "chatml"}, "two<|im_end|>\nthree<|im_end|>\n<|endoftext|>"),
     ):
-        rows = build(ChatConfig(**{"template": TEMPLATES["glm"], **source, **options}), chat_folder).conversations
+        rows = build(ChatConfig(**{"template": TEMPLATES["glm"], **source, **options}), tokenizer).conversations
         assert learned(rows.tokens, rows.weights, tokenizer) == expected
         assert tokenizer.decode(rows.tokens[rows.weights == 0.5]) == expected.partition("three")[0]
 
 
-def test_names_of_special_tokens_in_messages(chat_folder: Path, tmp_path: Path) -> None:
+def test_names_of_special_tokens_in_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = written(tmp_path / "c", {"messages": talk("u:<|user|> | a:one</s>")})
     with pytest.warns(
         UserWarning, match=r"messages of 1 conversations contain names .* set data.special_tokens=tokens"
     ):
-        rows = build(ChatConfig(template="chatml", **source), chat_folder)
+        rows = build(ChatConfig(template="chatml", **source), tokenizer)
     assert (rows.conversations.tokens >= 256).sum() == 5
     for options in ({"special_tokens": "tokens"}, {"end_token": "template"}):
-        rows = build(ChatConfig(template="chatml", **source, **options), chat_folder)
+        rows = build(ChatConfig(template="chatml", **source, **options), tokenizer)
         assert (rows.conversations.tokens >= 256).sum() == 7 - ("end_token" in options)
 
 
@@ -357,8 +323,7 @@ def test_messages_of_other_programs(message: dict[str, Any], expected: dict[str,
     assert template_message(message).items() >= expected.items()
 
 
-def test_rollouts_refuse_what_is_no_message_and_know_tools(chat_folder: Path, tmp_path: Path) -> None:
-    tokenizer = HuggingFaceTokenizerConfig(path=str(chat_folder)).build()
+def test_rollouts_refuse_what_is_no_message_and_know_tools(tokenizer: Tokenizer, tmp_path: Path) -> None:
     config = RolloutsConfig(
         paths=(str(tmp_path / "r.jsonl"),), template="{{ tools | tojson }}{{ messages[0].content }}"
     )
@@ -370,8 +335,3 @@ def test_rollouts_refuse_what_is_no_message_and_know_tools(chat_folder: Path, tm
     with pytest.raises(TemplateMisfit, match="the content of a message is missing"):
         Conversation(ChatTemplate("plain"), tokenizer).encode([{"role": "user"}])
     assert Prompt("", "a").variables == {}
-
-
-def test_tokens_that_end_answers(chat_folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizerConfig(path=str(chat_folder)).build()
-    assert {tokenizer.token_id(name) for name in ("<|endoftext|>", "<|user|>")} < end_tokens_of(tokenizer)

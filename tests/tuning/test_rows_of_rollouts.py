@@ -89,12 +89,6 @@ def test_prompts_of_files_are_read_in_another_order_in_each_epoch(tmp_path: Path
     assert len({seed_of(seed, number) for seed in (0, 1) for number in range(100)}) == 200
 
 
-def test_messages_are_rendered_with_the_header_of_an_answer(tmp_path: Path) -> None:
-    message = json.dumps({"prompt": [{"role": "user", "content": "1+1"}]})
-    tokens = source(tmp_path, message, template="chatml", prompt_tokens=200).lines[0].tokens
-    assert ByteTokenizerConfig().build().decode(list(tokens)).endswith("<|im_start|>assistant\n")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
