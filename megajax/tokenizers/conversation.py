@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,6 @@ IMAGE = "\ufdd4"
 """Stands for an image within a message; reserved like MARK."""
 SHOWS_PARTS = re.compile(r"""['"]image['"]""")
 """What a template contains that shows the images of messages itself, from contents that are lists of parts."""
-
-
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 ROLES |= {"developer": "system", "human": "user", "gpt": "assistant"}
 """Roles of messages and the names that other programs have for them -> role."""
@@ -122,11 +121,9 @@ class MarkedText:
             ends = [*accumulate(map(len, pieces))]
         else:  # Tokens that a prefix of the text shares with the whole text end before the end of the prefix.
             texts = accumulate(part.text for part in parts)
-            ends = [*accumulate((_shared(self.encode(text), tokens) for text in texts), max)]
-        weights, stops = (
-            np.zeros(len(tokens), np.float32),
-            end_tokens_of(self.tokenizer) if next_marker else frozenset(),
-        )
+            ends = [*accumulate((sum(takewhile(bool, map(eq, self.encode(text), tokens))) for text in texts), max)]
+        stops = end_tokens_of(self.tokenizer) if next_marker else frozenset()
+        weights = np.zeros(len(tokens), np.float32)
         for part, (first, last) in zip(parts, pairwise([0, *ends]), strict=True):
             if part.weight:
                 weights[first:last] = part.weight
@@ -194,7 +191,7 @@ class Conversation:
         first, *others = text.split(IMAGE)
         tokens = self.texts.encode(first)
         for part in others:
-            tokens += [*[token for token in (image_token,) if token is not None], *self.texts.encode(part)]
+            tokens += [*([] if image_token is None else [image_token]), *self.texts.encode(part)]
         return tokens
 
     def parts(
@@ -249,10 +246,3 @@ class Conversation:
             return ()
         between = parts[2] if len(parts) == 4 else ""
         return tuple(dict.fromkeys(end for end in (between.partition("\n")[0].strip(), between) if end.strip()))
-
-
-def _shared(beginning: Sequence[int], tokens: Sequence[int]) -> int:
-    """Number of tokens before the first that differs."""
-    size = min(len(beginning), len(tokens))
-    differ = np.flatnonzero(np.array(beginning[:size]) != np.array(tokens[:size]))
-    return int(differ[0]) if len(differ) else size

@@ -43,22 +43,21 @@ def write(path: Path, texts: list[str]) -> None:
             with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=17)
         case "tar":
-            with tarfile.open(path, "w") as tar:
-                for number, text in enumerate(texts):
-                    name, data = (
-                        (f"{number}.txt", text) if number % 2 else (f"{number}.json", json.dumps({"text": text}))
-                    )
-                    stored = data.encode("utf-8-sig" if number % 4 else "utf-8")  # a byte order mark is not text
-                    info = tarfile.TarInfo(name)
-                    info.size = len(stored)
-                    tar.addfile(info, io.BytesIO(stored))
-        case "array_record":
-            writer = ArrayRecordWriter(str(path), "group_size:1")
-            for text in texts:
-                writer.write(json.dumps({"text": text}).encode())
-            writer.close()
-        case "jsonl":
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            contents = {}
+            for number, text in enumerate(texts):
+                name, data = (f"{number}.txt", text) if number % 2 else (f"{number}.json", json.dumps({"text": text}))
+                contents[name] = data.encode("utf-8-sig" if number % 4 else "utf-8")  # a byte order mark is not text
+            write_tar(path, contents)
+        case _:
+            write_objects(path, [json.dumps({"text": text}) for text in texts])
+
+
+def write_tar(path: Path, contents: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in contents.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
 
 
 def rows_of(*paths: object, rows: int = 400, lanes: int = 4, cache: Path, **settings) -> StreamRows:
@@ -190,11 +189,7 @@ def write_objects(path: Path, lines: list[str]) -> Path:
     data = "".join(f"{line}\n" for line in lines).encode()
     match path.name.partition(".")[2]:
         case "tar":
-            with tarfile.open(path, "w") as tar:
-                for number, line in enumerate(lines):
-                    info = tarfile.TarInfo(f"{number}.json")
-                    info.size = len(line)
-                    tar.addfile(info, io.BytesIO(line.encode()))
+            write_tar(path, {f"{number}.json": line.encode() for number, line in enumerate(lines)})
         case "array_record":
             writer = ArrayRecordWriter(str(path), "group_size:1")
             for line in lines:

@@ -111,10 +111,7 @@ def nearest(answers: Sequence[Judged]) -> list[Judged]:
     for item in answers:
         is_text = isinstance(item.prompt, str)
         before = [_compared(other) for other in candidates if isinstance(other.prompt, str) == is_text]
-        prompts, replies = [None], [None]  # any other one
-        for prompt, reply in before:
-            prompts.append(prompt)
-            replies.append(reply)
+        prompts, replies = zip((None, None), *before, strict=True)  # None: any other one
         # A prompt and a reply for which none of those before is mismatched, and this one is.
         item_prompt, item_reply = _compared(item)
         if any(

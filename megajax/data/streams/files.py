@@ -3,8 +3,7 @@
 import glob
 import io
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -214,7 +213,7 @@ class JsonLines(JsonFile):
 
     def texts(self, chunk: int, budget: Budget) -> Iterator[bytes]:
         place, stop = (chunk * LINES_BYTES, (chunk + 1) * LINES_BYTES) if self._plain else (0, sys.maxsize)
-        with self._text() as stream:
+        with self._source.open() as file, unpacked(file, self._source.name) as stream:
             if place:
                 place, piece = place - 1, b""
                 stream.seek(place)
@@ -227,13 +226,8 @@ class JsonLines(JsonFile):
                 place += len(line)
 
     def _number(self, place: int) -> int:
-        with self._text() as stream:
-            return line_number(stream, place)
-
-    @contextmanager
-    def _text(self) -> Generator[io.BufferedIOBase]:
         with self._source.open() as file, unpacked(file, self._source.name) as stream:
-            yield stream
+            return line_number(stream, place)
 
 
 class WebDataset(JsonFile):
@@ -345,7 +339,6 @@ def on_disk(pattern: str, key: str) -> list[tuple[Source, int]]:
 
 def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[Source, int]]:
     """The same of a store: process 0 looks, and tells the others. A collective. Raises UserError, StoreError."""
-
     store = open_pattern(pattern)
 
     def facts() -> list[tuple[str, int, str, int]]:
