@@ -3,7 +3,7 @@
 import json
 import os
 import stat
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -157,7 +157,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 def without_mark(data: bytes, where: Path | str) -> bytes:
     """The first bytes of a text file, without the byte order mark of UTF-8. Raises UserError for UTF-16 and UTF-32."""
     zeros = "".join("a0"[not byte] for byte in data[:4])  # of ASCII in the wide encodings, with or without a mark
-    if zeros in ("a0a0", "0a0a", "a000", "000a") or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+    if zeros in ("a0a0", "0a0a", "a000", "000a") or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE, BOM_UTF32_BE)):
         raise UserError(f"{where}: is not UTF-8 text but UTF-16 or UTF-32: convert it (iconv -f UTF-16 -t UTF-8).")
     return data.removeprefix(BOM_UTF8)
 
@@ -181,7 +181,7 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
 def json_fault(error: Exception) -> str:
     """What is wrong with a line of JSON, without the line number 1 that the parser gives it."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg.removesuffix(' at')} at character {error.colno}"
+        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     return str(error)
 
 

@@ -29,6 +29,8 @@ from megajax.training.program import Program
 from megajax.training.scoring import Scorer
 from megajax.training.state import TrainState
 
+UNRECORDED = "unrecorded"
+"""The checksum of a checkpoint without one."""
 RECORD = np.dtype("<u4")
 """A row is stored as its float32 values and their CRC-32."""
 
@@ -164,6 +166,19 @@ def intact_rows(data: bytes, rows: int, length: int) -> np.ndarray:
     return np.ascontiguousarray(table[:good, :-1]).view("<f4").astype(np.float32)
 
 
+def kept_checksum(expected: str | None, program: Program) -> str | None:
+    """The checksum of the reference model of a run that resumes; None if its weights are those of the state.
+
+    Raises UserError for a step without one, unless the reference is the base of adapters.
+    """
+    if expected == UNRECORDED and not program.adapters:
+        raise UserError(
+            "the checkpoint has no checksum of the run's reference model, as those of earlier versions: start a new "
+            "run with checkpoint.load=FOLDER, whose reference are the weights that it starts from"
+        )
+    return None if expected == UNRECORDED else expected
+
+
 def attach_reference(
     program: Program,
     tokenizer: Any,
@@ -185,7 +200,7 @@ def attach_reference(
         return None
     weights = reference_weights(program, state.inputs)
     current = weights_checksum({path: weights[path] for path in frozen_paths(program)}, program.declared)
-    checksum, files, scored = expected or current, dict[str, Store](), 0
+    checksum, files, scored = kept_checksum(expected, program) or current, dict[str, Store](), 0
     for source in reading:
         if source.identity not in files:
             origin = Origin(source.identity, source.sequence_length, program.cfg.precision.compute, checksum)

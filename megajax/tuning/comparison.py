@@ -16,7 +16,7 @@ from megajax.mesh.processes.peers import Peers
 from megajax.storage.index_cache import atomic_write
 from megajax.storage.write_errors import write_fault
 from megajax.training.reference import Reference as KeptReference
-from megajax.training.reference import reference_weights, weights_checksum
+from megajax.training.reference import kept_checksum, reference_weights, weights_checksum
 from megajax.training.scoring import Scorer
 from megajax.tuning.config import RolloutsConfig
 from megajax.tuning.rows import Block
@@ -108,7 +108,7 @@ class Reference:
         """
         if self._parts.program.adapters:
             return None
-        path = folder / FILE
+        path, expected = folder / FILE, kept_checksum(expected, self._parts.program)
         self._weights = self._read(path, weights) if expected else copies(weights)
         checksum = weights_checksum(self._weights, self._declared)
         if expected is None:

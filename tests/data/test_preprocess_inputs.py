@@ -1,6 +1,8 @@
 """python -m megajax.preprocess: Parquet, pairs of texts, partitions, and skipped rows."""
 
+import codecs
 import gzip
+import itertools
 import json
 import re
 import sys
@@ -80,8 +82,10 @@ def test_a_byte_order_mark_is_not_text(tmp_path, rule, options):
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_wide_encodings_are_refused(tmp_path, encoding, name):
-    (tmp_path / name).write_bytes('{"text": "a"}\n'.encode(encoding))
-    for rule in (EachLine(), WholeFile()):
+    plain = '{"text": "a"}\n'.encode(encoding)
+    marked = codecs.BOM_UTF32_BE + plain if encoding == "utf-32-be" else plain
+    for data, rule in itertools.product((plain, "\n\n".encode(encoding) + plain, marked), (EachLine(), WholeFile())):
+        (tmp_path / name).write_bytes(data)
         with pytest.raises(UserError, match=rf"{name}: is not UTF-8 text but UTF-16 or UTF-32: convert it"):
             preprocess(job(tmp_path, tmp_path / name, rule=rule, on_error="skip"))
     assert not list(tmp_path.glob("out/*"))

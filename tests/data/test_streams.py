@@ -24,6 +24,7 @@ from megajax.data.rows.splits import Rows
 from megajax.data.streams import files
 from megajax.data.streams import rows as streams
 from megajax.data.streams.rows import StreamRows
+from megajax.storage.index_cache import checked_line
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -160,6 +161,11 @@ def test_columns_that_are_not_texts_are_refused_at_the_start(suffix: str, tmp_pa
     rows = rows_of(tmp_path / "b.parquet", cache=tmp_path)  # nothing tells before they are read
     with pytest.raises(UserError, match=r"b\.parquet, row 3: column 'text' is empty \(null\)"):
         rows[0]
+    if suffix == "parquet":
+        twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+        parquet.write_table(twice, path)
+        with pytest.raises(UserError, match=r"a\.parquet, row 1: several columns have the name 'text'"):
+            rows_of(path, cache=tmp_path)
     write_columns(path, pyarrow.array(["ab", "ab", "c"], pyarrow.string()).dictionary_encode())
     assert len(set(rows_of(path, lanes=1, cache=tmp_path)[0]["tokens"].tolist())) == 4
 
@@ -202,6 +208,16 @@ def write_objects(path: Path, lines: list[str]) -> Path:
     return path
 
 
+def test_a_line_of_many_values_is_refused_and_a_long_text_is_not(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(text_formats, "VALUES", 1000)
+    path = write_objects(tmp_path / "a.jsonl", ['{"text": "%s"}' % ("one, two, three and four words, " * 100)])
+    assert rows_of(path, lanes=1, cache=tmp_path)[0]["tokens"].size == LENGTH
+    for values in ("{}," * 2000, "1," * 2000):
+        write_objects(path, [f'{{"more": [{values}0], "text": "a"}}'])
+        with pytest.raises(UserError, match=r"a\.jsonl, line 1: holds more than 1,000 values"):
+            rows_of(path, lanes=1, cache=tmp_path)
+
+
 def test_small_files_with_large_contents_are_refused(tmp_path: Path, monkeypatch) -> None:
     """A text in many rows, one long one, and files with holes: none is in memory whole before it is refused."""
     monkeypatch.setattr(files, "CHUNK", Limits(bytes=20_000, entries=1000))
@@ -227,6 +243,8 @@ def test_small_files_with_large_contents_are_refused(tmp_path: Path, monkeypatch
     (tmp_path / "a.jsonl").write_bytes(b"")
     os.truncate(tmp_path / "a.jsonl", 2**40)  # a hole
     refused(tmp_path / "a.jsonl", "bytes")
+    (tmp_path / "blank.jsonl").write_bytes(b"\n" * 1001)
+    refused(tmp_path / "blank.jsonl", "entries")
     info = tarfile.TarInfo("a.txt")
     info.size = 2**32
     (tmp_path / "a.tar").write_bytes(info.tobuf())
@@ -252,9 +270,12 @@ def test_damaged_counts_are_counted_again(tmp_path: Path, capsys) -> None:
         counts.write_bytes(damaged)
         kept = streams.Counts(counts.parent)._counts
         assert len(kept) < len(known) and kept.items() <= known.items()
-    assert "damaged; their chunks are counted again" in capsys.readouterr().err
-    for line in (b"[3, -90]\n", b"[3, 90]\n", b"[3, 90, 0]\n", b"\xff\n", content[:-5]):
+    assert "damaged or differ; their chunks are counted again" in capsys.readouterr().err
+    unlikely = [[3, -90], [3, 9.5], [3, "9"], [True, 9], [3], [3, 9, 9], [-1, 9], [[3], 9]]
+    lines = [checked_line(values) + b"\n" for values in unlikely] + [content + checked_line([3, known[3] + 1])]
+    for line in (b"[3, -90]\n", b"[3, 90]\n", b"[3, 90, 0]\n", b"\xff\n", content[:-5], *lines):
         counts.write_bytes(line)
+        assert streams.Counts(counts.parent)._counts.items() <= known.items()
         np.testing.assert_array_equal(rows_of(path, lanes=1, cache=cache)[299]["tokens"], expected[299])
     source = rows_of(path, lanes=1, cache=cache)
     source._sources[0].counts._counts = known | {0: known[0] + 1}  # of a file that has changed since

@@ -16,6 +16,7 @@ from run_folder import timeless_steps
 
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.training.reference import UNRECORDED
 from megajax.training.session import setup
 from megajax.tuning.comparison import REMEDY
 
@@ -126,6 +127,8 @@ def test_the_weights_of_the_reference_are_read_whole_or_not_at_all(tmp_path: Pat
     other(None)
     with pytest.raises(UserError, match=rf"it has the weights \w+, and those of .* are {kept.weights}"):
         first(kept.weights)
+    with pytest.raises(UserError, match="the checkpoint has no checksum of the run's reference model"):
+        first(UNRECORDED)
     path.unlink()
     with pytest.raises(UserError, match=r"the run resumes, and its reference model can't be read \(FileNotFound"):
         first(kept.weights)

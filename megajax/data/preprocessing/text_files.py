@@ -142,9 +142,12 @@ class Chunk:
     def text(self, place: int, data: bytes, path: str | None = None) -> bytes:
         """Bytes of `path`, which begin at byte `place` of the chunk, without a byte order mark at the file's beginning.
 
-        Raises UserError for a file in UTF-16.
+        Raises UserError for a file in UTF-16, also if it begins with blank lines.
         """
-        return data if self.start + place else without_mark(data, path or self.file.path)
+        if self.start:
+            return data
+        without_mark((self.data if path is None else self.second)[:4], path or self.file.path)
+        return data if place else without_mark(data, path or self.file.path)
 
     def line_number(self, offset: int) -> int:
         """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""

@@ -30,6 +30,8 @@ LIMITS = Limits(bytes=2**31)
 """Of the text up to the next document of a file, which is in memory at once."""
 PIECE_BYTES = 2**24
 BATCH_ROWS = 1024
+VALUES = 2**21
+"""Values of a JSON line, beside a comma for each 16 bytes, as texts have."""
 
 
 class TextFormat(Protocol):
@@ -128,6 +130,8 @@ class JsonLines(TextFormat):
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
         """Raises UserError for a line that is not a JSON object with a string under each key."""
+        if len(row) > VALUES and sum(map(row.count, (b",", b"[", b"{"))) > VALUES + len(row) // 16:
+            raise UserError(f"holds more than {VALUES:,} values, which take far more memory than its bytes.")
         try:
             record = json.loads(row)
         except (ValueError, RecursionError) as error:
@@ -182,6 +186,8 @@ class Parquet(TextFormat):
                 raise UserError(
                     f"{path}, row 1: no column {key!r}; the file has {has}. Choose columns with {self.setting}."
                 )
+            if schema.names.count(key) > 1:
+                raise UserError(f"{path}, row 1: several columns have the name {key!r}: rename all but one.")
             kind = schema.field(key).type
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             texts = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)

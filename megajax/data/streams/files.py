@@ -221,7 +221,9 @@ class JsonLines(JsonFile):
                     piece = stream.readline(PIECE_BYTES)
                     place = place + len(piece) if piece else stop
             while place < stop and (line := read_line(stream, budget)):
-                if line.strip():
+                if not line.strip():
+                    budget.spend(1)
+                else:
                     yield self.text(line, lambda place=place: f"line {self._number(place)}")
                 place += len(line)
 

@@ -37,22 +37,25 @@ CACHED = 2
 class Counts:
     """The token counts of the chunks of a source, in files that the processes of runs append to.
 
-    A line that is cut off or damaged is left out: its chunk is counted again.
+    A line that is cut off or damaged is left out, and so are lines that differ: their chunks are counted again.
     """
 
     def __init__(self, folder: Path):
         self._folder, self._counts, self._lock = folder, dict[int, int](), threading.Lock()
-        self._path, damaged = folder / f"{socket.gethostname()}-{os.getpid()}.jsonl", 0
+        self._path, damaged, known = folder / f"{socket.gethostname()}-{os.getpid()}.jsonl", 0, dict[int, set[int]]()
         try:
             for line in (line for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().split(b"\n")):
-                if (values := checked_values(line)) is not None:
-                    self._counts[values[0]] = values[1]
-                else:
-                    damaged += bool(line)
+                match checked_values(line):
+                    case [int(unit), int(count)] if unit >= 0 <= count and bool not in (type(unit), type(count)):
+                        known.setdefault(unit, set()).add(count)
+                    case _:
+                        damaged += bool(line)
         except OSError as error:
             print(f"{folder} can't be read ({error.strerror}): a resume is slow", file=sys.stderr)
+        self._counts = {unit: counts.pop() for unit, counts in known.items() if len(counts) == 1}
+        damaged += sum(map(bool, known.values()))  # with several counts
         if damaged:
-            print(f"{folder}: {damaged} lines are damaged; their chunks are counted again", file=sys.stderr)
+            print(f"{folder}: {damaged} lines are damaged or differ; their chunks are counted again", file=sys.stderr)
 
     def get(self, unit: int) -> int | None:
         return self._counts.get(unit)

@@ -17,6 +17,7 @@ from megajax.job.start.data_files import DataFiles
 from megajax.job.start.layer_order import like_stored, reorder, same_order, stored_chunks
 from megajax.optim.schedule import DECAY
 from megajax.pipeline.partition import row_order
+from megajax.training.reference import UNRECORDED
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
@@ -84,10 +85,6 @@ def changes(stored_facts: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     }
 
 
-UNKNOWN = "unknown"
-"""The checksum that no weights have."""
-
-
 @dataclass
 class Resume:
     """Restores the state of a checkpoint in this run's layout, if no fact of the training has changed.
@@ -111,7 +108,7 @@ class Resume:
     @property
     def reference(self) -> str | None:
         """Checksum of the weights of the run's reference model; None: a new run, whose weights are the reference."""
-        return (self.reader.meta(self.step).get("reference") or UNKNOWN) if self.same_run else None
+        return (self.reader.meta(self.step).get("reference") or UNRECORDED) if self.same_run else None
 
     @property
     def ancestor(self) -> Ancestor:
