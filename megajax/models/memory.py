@@ -101,8 +101,6 @@ class MemoryReport:
     """Parameters of token tables, with padding."""
     most_loaded: float
     """Parameters of the most loaded device."""
-    middle_stage: float
-    """Parameters of a device in the middle of the pipeline."""
 
     @property
     def total(self) -> float:
@@ -134,7 +132,6 @@ def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
         layer_parameters=sharded + ahead_sharded + replicated + ahead_replicated + experts + ahead_experts,
         embedding_parameters=table if tied else 2 * table,
         most_loaded=most + most_experts,
-        middle_stage=sharded / pipeline / setting.tensor + replicated / pipeline + stage_experts,
     )
 
 

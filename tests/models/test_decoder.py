@@ -146,7 +146,7 @@ def test_token_losses_are_of_the_logits(cfg):
     labels = RNG.integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
     hidden = jnp.asarray(RNG.normal(size=(ROWS, LENGTH, 16)), jnp.float32)
     with jax.default_matmul_precision("highest"):
-        logits, losses = model.logits(hidden), model.token_losses(hidden, labels)
+        logits, losses = model.logits(hidden), -model.token_scores(hidden, labels)[0]
     table = weights(cfg)["tokens" if cfg.tied else "head"][:VOCABULARY]
     np.testing.assert_allclose(logits, np.asarray(hidden, np.float64) @ table.T, rtol=1e-5, atol=1e-5)
     expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
@@ -177,7 +177,7 @@ def test_bfloat16_stays_in_the_residual_stream_and_leaves_logits_and_loss_in_flo
             y,
             bound.logits(y),
             bound.vocabulary_loss(y, TOKENS, jnp.ones(TOKENS.shape)).minimised,
-            bound.token_losses(y, TOKENS),
+            bound.token_scores(y, TOKENS)[0],
         )
 
     dtypes = [str(array.dtype) for array in jax.eval_shape(parts, low)]

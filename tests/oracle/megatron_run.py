@@ -129,7 +129,7 @@ class OneDevice:
         def compute(params: Any, tokens: Any, labels: Any) -> dict[str, Any]:
             model = bind(self.abstract, {**params, **read})
             hidden = model.hidden_states(tokens, in_documents(self.context(tokens), segments))
-            return {"logits": model.logits(hidden), "per_token_loss": model.token_losses(hidden, labels)}
+            return {"logits": model.logits(hidden), "per_token_loss": -model.token_scores(hidden, labels)[0]}
 
         return self(compute, self.checked(params), tokens, labels)
 

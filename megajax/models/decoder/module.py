@@ -215,10 +215,6 @@ class DecoderLM(nnx.Module):
             self.logit_bias(),
         )
 
-    def token_losses(self, x: Array, labels: Array) -> Array:
-        """Cross-entropy of each token, float32 [B, S]; not to be differentiated."""
-        return -self.token_scores(x, labels)[0]
-
     def token_scores(self, x: Array, labels: Array, temperature: float = 1.0) -> tuple[Array, Array]:
         """Log-probability of each label and the likeliest token, float32 and int32 [B, S]; x [B, S, D] as above.
 
