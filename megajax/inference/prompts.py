@@ -62,7 +62,7 @@ def _prompt(line: str, where: str) -> Prompt:
         ids = isinstance(content, list) and content and all(type(token) is int and token >= 0 for token in content)
         valid = isinstance(content, str) or ids
     else:
-        valid = isinstance(content, list) and bool(content)
+        valid = isinstance(content, list) and bool(content) and isinstance(content[0], dict)
     if not valid:
         raise UserError(f"{where}: {forms}")
     prompt = Prompt(where, content, {"tools": value["tools"]} if "tools" in value else {})

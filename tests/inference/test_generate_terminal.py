@@ -141,6 +141,7 @@ def test_a_byte_order_mark_is_not_part_of_a_prompt(tmp_path: Path) -> None:
         ('{"prompt": "a", "temperature": 1}', "unknown field 'temperature'"),
         ('{"messages": [{"role": "robot", "content": "a"}]}', "roles are"),
         ('{"messages": []}', "expected"),
+        ('{"messages": [1, 2]}', "expected"),
     ],
 )
 def test_lines_that_are_not_prompts_are_rejected(tmp_path: Path, line: str, message: str) -> None:
