@@ -11,19 +11,14 @@ import jax
 import numpy as np
 import pytest
 from test_answer_layouts import answers
-from tiny_runs import LENGTH, ONE, QUICK, ROWS, TheseRows, in_order, llama, place, rows, start, with_block, within
+from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, in_order, llama, place, rows, start, with_block, within
 
 from megajax.batch import Batch
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.mesh import build_mesh
 from megajax.models.answers.config import DPOConfig, with_objective
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
-from megajax.precision.config import PrecisionConfig
-from megajax.training.config import BatchConfig
-from megajax.training.program import Program
-from megajax.training.run_config import RunConfig
 
 EXPERTS, CHOSEN, MICROBATCHES, EPSILON = 8, 2, 2, 1e-5
 COEFFICIENTS = {"aux": 0.3, "row": 0.5, "z": 0.02}
@@ -60,20 +55,8 @@ class Result(NamedTuple):
 
 
 def differentiated(model: DecoderConfig, parallel: ParallelConfig, average: str, batch: Batch) -> Result:
-    """The gradients of a step. Raises AssertionError for settings that do not fit each other."""
-    leaves = tuple((name, leaf.dtype) for name, leaf in model.schema().items())
-    micro_size = ROWS // (MICROBATCHES * parallel.replicas(len(jax.devices())))
-    cfg = RunConfig(
-        model=model,
-        data=TheseRows(leaves),
-        parallel=parallel,
-        precision=PrecisionConfig(compute="float32"),
-        batch=BatchConfig(global_size=ROWS, micro_size=micro_size, loss_average=average),
-        steps=10,
-        seed=7,
-    )
-    assert not (problems := cfg.problems(len(jax.devices()))), problems
-    program = Program.of(cfg, build_mesh(parallel))
+    """The gradients of a step."""
+    program = build_program(model, parallel, microbatches=MICROBATCHES, average=average, isolated=False)
     with within(program):
         inputs = dict(start(program).inputs)
         inputs |= {path: w * 0 for path, w in inputs.items() if path.endswith(BEFORE_RESIDUAL)}
@@ -113,6 +96,11 @@ def closed_form(result: Result, batch: Batch) -> np.ndarray:
     return np.stack(gradients)
 
 
+def check(result: Result, batch: Batch) -> None:
+    expected = closed_form(result, batch)
+    np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 LAYOUTS = {
     "one device": ONE,
     "expert 2, tensor 2, sequence": ParallelConfig(data=1, expert=2, tensor=2, sequence=True),
@@ -135,22 +123,19 @@ PROGRAMS = [
 def test_a_router_loss_is_a_mean_over_routed_positions(layout, average, labels):
     batch = batch_of(*LABELS[labels])
     result = differentiated(mixture(), LAYOUTS[layout], average, batch)
-    expected = closed_form(result, batch)
-    np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    check(result, batch)
 
 
 def test_router_losses_beside_a_loss_of_answers():
     batch = {**answers(0), "padding": batch_of("all", 1.0)["padding"]}
     result = differentiated(with_objective(mixture(), DPOConfig()), ONE, "tokens", batch)
-    expected = closed_form(result, batch)
-    np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    check(result, batch)
 
 
 def test_dropped_tokens_count_in_a_router_loss():
     batch = batch_of("answers", 0.01)
     result = differentiated(mixture(capacity=CapacityConfig(factor=0.5)), ONE, "tokens", batch)
-    expected = closed_form(result, batch)
-    np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    check(result, batch)
 
 
 @pytest.mark.slow
