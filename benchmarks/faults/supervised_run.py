@@ -26,10 +26,7 @@ class SupervisedRun:
         self.log = run_dir.with_suffix(".log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         train = ("python", "-m", "megajax.train", *settings, f"--run_dir={run_dir}", "--devices=cpu:1")
-        self.command = (
-            *(sys.executable, "-m", "megajax.launch", f"--processes={processes}", *launcher, "--"),
-            *train,
-        )
+        self.command = (*(sys.executable, "-m", "megajax.launch", f"--processes={processes}", *launcher, "--"), *train)
         self.began = time.monotonic()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

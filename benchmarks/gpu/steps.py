@@ -95,10 +95,7 @@ FOUR_LAYERS = ("--config=qwen3_moe.py", "--model.stack.repeats=4", "--model.reco
 """Of Qwen3-30B-A3B."""
 DEVICE = Step(name="device", kind="device", limit=20, program=(*BENCHMARKS, "device", "--json={json}"))
 TRACE_SUMMARY = Step(
-    name="trace_llama_3b",
-    kind="trace",
-    limit=10,
-    program=("-m", "megajax.tools.trace", TRACE, "--json={json}"),
+    name="trace_llama_3b", kind="trace", limit=10, program=("-m", "megajax.tools.trace", TRACE, "--json={json}")
 )
 CALIBRATE = Step(
     name="calibrate",
@@ -146,12 +143,7 @@ LISTS: Mapping[str, tuple[Step, ...]] = {
         _mfu("llama_1b_2048", 80, "llama_1b", *ROWS_OF_2048),
         _mfu("llama_1b_8192", 90, "llama_1b", *_long(4)),
     ),
-    "layers": (
-        experts(2),
-        SCHEDULES,
-        _kernels("faults", 120),
-        _kernels("grouped", 120),
-    ),
+    "layers": (experts(2), SCHEDULES, _kernels("faults", 120), _kernels("grouped", 120)),
     "recurrences": (_kernels("delta_rule", 240), _kernels("state_space", 60)),
     "recipes": (
         _kernels("recipes", 90),

@@ -103,12 +103,7 @@ def stream_bandwidth() -> float:
 
 
 def engine_of(
-    model: LoadedModel,
-    *,
-    rows: int = BATCH,
-    drafts: int = 0,
-    chunk: int = CHUNK,
-    vocabulary: int = SIZES["vocab_size"],
+    model: LoadedModel, *, rows: int = BATCH, drafts: int = 0, chunk: int = CHUNK, vocabulary: int = SIZES["vocab_size"]
 ) -> Engine:
     """An engine with all of its greedy steps compiled, as a server makes it on this machine. vocabulary: number of ids
     that may be chosen."""

@@ -177,7 +177,4 @@ def _casts(text: str) -> list[int]:
     return found
 
 
-ROWS_OF: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {
-    "delta_rule": delta_rows,
-    "recipes": recipe_rows,
-}
+ROWS_OF: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {"delta_rule": delta_rows, "recipes": recipe_rows}

@@ -26,10 +26,7 @@ from megajax.mesh.rules import Plan
 
 type Size = tuple[int, int, int]
 """Tokens, hidden size, vocabulary."""
-SIZES: dict[bool, tuple[Size, ...]] = {
-    True: ((8192, 4096, 128256), (16384, 2048, 50304)),
-    False: ((96, 32, 512),),
-}
+SIZES: dict[bool, tuple[Size, ...]] = {True: ((8192, 4096, 128256), (16384, 2048, 50304)), False: ((96, 32, 512),)}
 """By whether there is a GPU."""
 CHUNKS = {True: (512, 1024, 2048, 4096, 8192), False: (16, 96)}
 

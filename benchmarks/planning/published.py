@@ -7,15 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planning.systems import (
-    MAXTEXT,
-    MEGATRON,
-    MEGATRON_2021,
-    PYTORCH_FSDP,
-    SAVE_QKV,
-    XLA,
-    Published,
-)
+from benchmarks.planning.systems import MAXTEXT, MEGATRON, MEGATRON_2021, PYTORCH_FSDP, SAVE_QKV, XLA, Published
 from megajax.compiled.gpus import GPUS, Device
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig

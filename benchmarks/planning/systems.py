@@ -12,11 +12,7 @@ UNTUNED = 1.23
 """Overhead of programs outside of NVIDIA's tuned stack; fitted, see benchmarks/planning/held_out.py."""
 
 MEGATRON = System(
-    name="Megatron-LM with TransformerEngine",
-    tuned=True,
-    tensor_hidden=0.75,
-    experts_hidden=0.9,
-    experts_wait=4e-3,
+    name="Megatron-LM with TransformerEngine", tuned=True, tensor_hidden=0.75, experts_hidden=0.9, experts_wait=4e-3
 )
 """NVIDIA's own runs from 2024 on: collectives over `tensor` run in pieces, overlapped with their matmul; tokens travel
 to their experts beside other work. `experts_wait` is fitted."""

@@ -302,11 +302,7 @@ def measure(spec: dict[str, Any], start: Path, peer: Peer, *, compiled: bool) ->
     return {"losses": losses, "processor_seconds": (time.process_time() - began) / (spec["timed_steps"] + 1)}
 
 
-PEERS = {
-    "torch": Peer(Model),
-    "transformers": Peer(Transformers),
-    "megatron-core": Peer(Megatron, ("eager",)),
-}
+PEERS = {"torch": Peer(Model), "transformers": Peer(Transformers), "megatron-core": Peer(Megatron, ("eager",))}
 
 
 def main() -> None:

@@ -309,8 +309,7 @@ def token_losses(
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
     losses = lax.map(
-        lambda c: objective.of_chunk(c[0], table, bias, c[1], shard)[0],
-        (chunked(x, chunk), chunked(targets, chunk)),
+        lambda c: objective.of_chunk(c[0], table, bias, c[1], shard)[0], (chunked(x, chunk), chunked(targets, chunk))
     )
     return {name: loss.reshape(loss.size)[:tokens] for name, loss in losses.items()}
 

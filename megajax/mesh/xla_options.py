@@ -47,9 +47,7 @@ MOST_QUICK = 2**26
 
 GPU = (
     Option(
-        "xla_gpu_enable_latency_hiding_scheduler",
-        True,
-        "orders the program so that collectives run beside matmuls",
+        "xla_gpu_enable_latency_hiding_scheduler", True, "orders the program so that collectives run beside matmuls"
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",

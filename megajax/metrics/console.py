@@ -270,13 +270,7 @@ class Cadence:
     evaluation do not count. The first step, which includes compilation, is ignored.
     """
 
-    def __init__(
-        self,
-        *,
-        total_steps: int,
-        every: int = 10,
-        clock: Callable[[], datetime] = datetime.now,
-    ):
+    def __init__(self, *, total_steps: int, every: int = 10, clock: Callable[[], datetime] = datetime.now):
         self.total_steps, self.clock = total_steps, clock
         self._every = every
         self._first: int | None = None
@@ -327,11 +321,7 @@ def open_console(
     if not primary:
         return Console()
     stream = stream or sys.stdout
-    steps: dict[str, Any] = {
-        "total_steps": total_steps,
-        "every": config.every,
-        "terms": terms,
-    }
+    steps: dict[str, Any] = {"total_steps": total_steps, "every": config.every, "terms": terms}
     on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     if config.live == "always" or (config.live == "auto" and on_terminal):
         return LiveConsole(console=rich.console.Console(file=stream, force_terminal=True), **steps)

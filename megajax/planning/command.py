@@ -28,27 +28,14 @@ from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.cost.serving import by_preference, demand_room, servings
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search import Task
-from megajax.planning.show import (
-    DEVICES_AXIS,
-    Point,
-    comparison,
-    draw_sweep,
-    plan_report,
-    serving_report,
-    sweep_report,
-)
+from megajax.planning.show import DEVICES_AXIS, Point, comparison, draw_sweep, plan_report, serving_report, sweep_report
 
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
 MARGIN = 0.03
 """Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
 MODES = ("search", "compare", "sweep", "serve")
-NEEDS = {
-    "context": ("serve",),
-    "compile": ("search",),
-    "out": ("search",),
-    "png": ("sweep",),
-}
+NEEDS = {"context": ("serve",), "compile": ("search",), "out": ("search",), "png": ("sweep",)}
 """Flags that need one of other flags."""
 MAX_POINTS = 64
 STEP_SETTINGS = ("steps", "schedule.", "profile.", "optimizer.")

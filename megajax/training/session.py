@@ -230,12 +230,7 @@ class Run:
         return run_steps(self, last)
 
     def evaluate(
-        self,
-        source: Any,
-        *,
-        first: int = 0,
-        batches: int | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        self, source: Any, *, first: int = 0, batches: int | None = None, stopping: Callable[[], bool] = lambda: False
     ) -> float | None:
         """Mean loss per token; see `metrics`."""
         metrics = self.metrics(source, first=first, batches=batches, stopping=stopping)

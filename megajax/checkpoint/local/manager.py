@@ -67,13 +67,7 @@ class LocalCheckpoints(BackgroundSaves):
 
     expected_errors = PartFailed
 
-    def __init__(
-        self,
-        cfg: LocalConfig,
-        shared: Path | str,
-        *,
-        background: Background = lambda step: nullcontext(),
-    ):
+    def __init__(self, cfg: LocalConfig, shared: Path | str, *, background: Background = lambda step: nullcontext()):
         """shared: the run's checkpoints folder.
 
         Raises UserError if the folder can't be written or others could change it, if local.json can't be used, or if

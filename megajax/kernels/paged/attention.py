@@ -52,8 +52,7 @@ def fixed(queries: PagedQueries, pools: Pools) -> Array:
     q, positions = queries.q, queries.positions
     more = (0, max(0, QUERIES - q.shape[1]))
     padded = queries._replace(
-        q=jnp.pad(q, ((0, 0), more, (0, 0), (0, 0))),
-        positions=jnp.pad(positions, ((0, 0), more), constant_values=-1),
+        q=jnp.pad(q, ((0, 0), more, (0, 0), (0, 0))), positions=jnp.pad(positions, ((0, 0), more), constant_values=-1)
     )
     return _in_tiles(padded, pools, TILE, FENCES)[:, : q.shape[1]]
 

@@ -107,12 +107,7 @@ def links(machine: Machine) -> Finding | None:
     return ok(f"NVLink between all {number} GPUs")
 
 
-CHECKS: tuple[Check, ...] = (
-    ("GPUs", count),
-    ("CUDA", installation),
-    ("GPU health", health),
-    ("GPU links", links),
-)
+CHECKS: tuple[Check, ...] = (("GPUs", count), ("CUDA", installation), ("GPU health", health), ("GPU links", links))
 
 
 def main() -> None:
