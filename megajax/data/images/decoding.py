@@ -99,7 +99,8 @@ class StoredPicture:
             width, height = least[::-1] if self._across else least
             self._image.draft("RGB", (math.ceil(width), math.ceil(height)))  # nothing for formats other than JPEG
             image = _rgb(self._image)
-            return image.transpose(image_method(self._turn)) if self._turn else image
+            methods = require("PIL.Image", "Reading images").Transpose
+            return image.transpose(methods[self._turn]) if self._turn else image
         except UnreadableItem:
             raise
         except Exception as error:
@@ -167,11 +168,6 @@ def check_bytes(size: int, maximum_pixels: int) -> None:
         raise UnreadableItem("empty file", "")
     if size > maximum_pixels * BYTES_PER_PIXEL + HEADER_BYTES:
         raise UnreadableItem("too large", f"{size:,} bytes, too many for data.maximum_pixels={maximum_pixels:,}")
-
-
-def image_method(name: str) -> Any:
-    """A method of Pillow's `transpose`."""
-    return require("PIL.Image", "Reading images").Transpose[name]
 
 
 def _rgb(image: Any) -> Any:

@@ -83,7 +83,8 @@ def shuffled_indices(count: int, seed: int) -> np.ndarray:
 
 def target_lengths(request: MaskedRequest) -> Iterator[int]:
     """Infinite sequence of target lengths, in the order in which they are drawn."""
-    ratio = round_half_up(1 / request.short_probability) if request.short_probability else 0
+    # C's round(); Python's rounds halves to even.
+    ratio = int(np.floor(1 / request.short_probability + 0.5)) if request.short_probability else 0
     generator = np.random.RandomState(request.seed)  # with an integer seed, the state of std::mt19937
     while True:
         if not ratio:
@@ -91,11 +92,6 @@ def target_lengths(request: MaskedRequest) -> Iterator[int]:
             continue
         draws = generator.randint(0, 1 << 32, DRAWS, dtype=np.uint32).astype(np.int64)
         yield from np.where(draws % ratio == 0, 2 + draws % (request.target - 1), request.target).tolist()
-
-
-def round_half_up(value: float) -> int:
-    """C's round() of a positive number; Python's rounds halves to even."""
-    return int(np.floor(value + 0.5))
 
 
 def build_masked_index(

@@ -215,12 +215,6 @@ class Loader:
     def _shape(self) -> tuple[int, int]:
         return self._size // self._micro_rows, self._micro_rows
 
-    def _resize(self) -> None:
-        """If the size of the next step differs, continue reading in steps of that size."""
-        if self._size_at is not None and (size := self._size_at(self.consumed)) != self._size:
-            self.close()
-            self._size = size
-
     def _balanced_steps(self) -> BalancedSteps | None:
         """Steps of the current size."""
         if self.balancing is None:
@@ -255,7 +249,9 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[Batch, int]:
-        self._resize()
+        if self._size_at is not None and (size := self._size_at(self.consumed)) != self._size:
+            self.close()  # and go on in steps of that size
+            self._size = size
         after = self.consumed + self._size
         if after > len(self._source):
             raise UserError(

@@ -230,10 +230,6 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         factor = None if self.width_scaling is None else self.width_scaling.output
         return 1 / self.width_ratio() if factor is None else factor
 
-    def matrix_std(self) -> float:
-        """Standard deviation of initial weights within blocks."""
-        return self.init_std / self.width_ratio() ** 0.5
-
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
         in_layers = TransformerConfig.has_dropout(self) or self.drops_inputs()

@@ -247,7 +247,7 @@ class DecoderLM(nnx.Module):
 
 def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:
     """Settings that the layers of the model share."""
-    std, scaling = cfg.matrix_std(), cfg.width_scaling
+    std, scaling = cfg.init_std / cfg.width_ratio() ** 0.5, cfg.width_scaling
     output_std = std / cfg.stack.sub_layers() ** 0.5
     settings = LayerSettings(
         layout=layout,
