@@ -145,9 +145,8 @@ class PaddedRows:
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         if row < len(self._source):
             return self._source[row]
-        first = self._source[0]
-        padding = {"padding": np.ones_like(first["padding"])} if "padding" in first else {}
-        return {**first, "loss_mask": np.zeros_like(first["loss_mask"]), **padding}
+        first, padding = self._source[0], {"padding": 1, "loss_mask": 0, "segment_ids": 0, "encoder_segment_ids": 0}
+        return first | {name: np.full_like(first[name], value) for name, value in padding.items() if name in first}
 
 
 def _batch_rows(run: Run) -> int:
