@@ -12,7 +12,7 @@ from flax import nnx
 from megajax.batch import Batch, batch_schema
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.context import Context
-from megajax.layers.moe.router import REPORTED
+from megajax.layers.moe.router import LOSSES, REPORTED
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.config import ParallelConfig
@@ -177,7 +177,7 @@ class OneDevice:
 
     def gradients(self, params: Mapping[str, np.ndarray], batch: Batch, average: Average) -> dict[str, Any]:
         """The training step's gradients by path, their loss, and the reported loss."""
-        rows = next(iter(batch.values())).shape[1]
+        microbatches, rows = next(iter(batch.values())).shape[:2]
         out = self(self.grad_fn(average, rows, batch), self.checked(params) | self.kept(), batch, jnp.ones(()))
         total, tokens = out.metrics["loss"]
         grads = {path: g / out.weight_sum for path, g in out.grads.items()}
@@ -188,19 +188,18 @@ class OneDevice:
             "minimised": minimised,
             "reported": total / tokens,
             "ahead": ahead,
-            "routers": self.routers(out.observed),
+            "routers": self.routers(out.observed, microbatches),
         }
 
-    def routers(self, observed: Mapping[str, np.ndarray]) -> dict[int, dict[str, float]]:
-        """Layer -> its router's report, summed over microbatches; blocks behind the stack come after it."""
+    def routers(self, observed: Mapping[str, np.ndarray], microbatches: int) -> dict[int, dict[str, float]]:
+        """Layer -> its router's mean losses, summed over microbatches; blocks behind the stack come after it."""
         actual = {}
         for path, seen in observed.items():
             if path.endswith(".report.sum"):
                 layers = self.observed[path].layers or (self.cfg.stack.layers() + int(path.split(".")[1]),)
-                rows = seen.reshape(len(layers), -1).tolist()
-                actual |= {
-                    layer: dict(zip(REPORTED, row, strict=True)) for layer, row in zip(layers, rows, strict=True)
-                }
+                for layer, row in zip(layers, seen.reshape(len(layers), -1).tolist(), strict=True):
+                    report = dict(zip(REPORTED, row, strict=True))
+                    actual[layer] = {name: report[name] * microbatches / report["routed"] for name in LOSSES}
         return actual
 
     def trainer(
