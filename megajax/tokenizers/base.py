@@ -1,12 +1,13 @@
 """The interface of tokenizers, byte-pair encodings, and helpers to read their files."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megajax.config import read_limits
 from megajax.config.errors import UserError
@@ -67,16 +68,21 @@ class Tokenizer(Protocol):
         ...
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the text, int32 [tokens], and the span of characters of each, int64 [tokens, 2]: first, end.
+        """Ids of the text as by `encode`, int32 [tokens], and the span of characters of each, int64 [tokens, 2]: first,
+        end.
 
-        By default, words separated by white space are tokenized one by one, and a token has the span of its word.
+        By default from the bytes of `table`; without one, words separated by white space are tokenized one by one, and
+        a token has the span of its word.
         """
+        if self.table:
+            numbers = self.encode(text)
+            sizes = np.array([len(self.table[number] or b"") for number in numbers.tolist()], np.int64)
+            byte_spans = np.stack([np.cumsum(sizes) - sizes, np.cumsum(sizes)], axis=1)
+            return numbers, character_spans(text, byte_spans)
         word_spans = [match.span() for match in re.finditer(r"\s*\S+", text)]
         ids = [self.encode(text[first:end]) for first, end in word_spans]
         spans = [(first + len(text[first:end]) - len(text[first:end].lstrip()), end) for first, end in word_spans]
-        counts = [len(word_ids) for word_ids in ids]
-        joined = np.concatenate([np.zeros(0, np.int32), *ids])
-        return joined, np.repeat(np.array(spans, np.int64).reshape(-1, 2), counts, axis=0)
+        return join_spans([(0, part, np.tile(span, (len(part), 1))) for part, span in zip(ids, spans, strict=True)])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids, with U+FFFD for invalid UTF-8. Raises UserError for an id outside the vocabulary."""
@@ -192,16 +198,32 @@ def check_ids(ids: Sequence[int] | np.ndarray, vocabulary_size: int) -> list[int
     return numbers.tolist()
 
 
-def spans_of_bytes(text: str, sizes: Sequence[int]) -> np.ndarray:
-    """Spans of tokens with the given `sizes` in bytes (UTF-8), in characters, int64 [tokens, 2]: first, end.
+def character_spans(text: str, byte_spans: np.ndarray) -> np.ndarray:
+    """Spans of characters from those of bytes of the text in UTF-8; see `spans_of_characters`."""
+    if text.isascii():
+        return byte_spans
+    codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
+    return spans_of_characters(np.searchsorted([1 << 7, 1 << 11, 1 << 16], codes, side="right") + 1, byte_spans)
+
+
+def spans_of_characters(lengths: ArrayLike, spans: np.ndarray) -> np.ndarray:
+    """Spans of characters, int64 [tokens, 2]: first, end, from spans of units such as bytes.
 
     A character that is divided among several tokens belongs to each of them.
+
+    Args:
+        lengths: units of each character, [characters].
+        spans: int64 [tokens, 2]: first, end.
     """
-    lengths = [len(letter.encode("utf-8", errors="surrogatepass")) for letter in text]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    byte_ends = np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)
-    first = np.searchsorted(starts, byte_ends - np.asarray(sizes, np.int64), side="right") - 1
-    return np.stack([first, np.searchsorted(starts, byte_ends, side="left")], axis=1).reshape(-1, 2)
+    first = np.searchsorted(starts, spans[:, 0], side="right") - 1
+    return np.stack([first, np.searchsorted(starts, spans[:, 1], side="left")], axis=1)
+
+
+def join_spans(parts: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """(Ids, spans) of a text from those of its parts: where each begins, its ids, and its spans from there."""
+    starts, ids, spans = zip((0, np.zeros(0, np.int32), np.zeros((0, 2), np.int64)), *parts, strict=True)
+    return np.concatenate(ids), np.concatenate([part + start for start, part in zip(starts, spans, strict=True)])
 
 
 def join_tokens(ids: Sequence[int] | np.ndarray, table: Sequence[bytes | None]) -> bytes:
@@ -270,10 +292,6 @@ class BytePairTokenizer(Tokenizer):
             for place, piece in enumerate(pieces)
         ]
         return np.concatenate(ids)
-
-    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = self.encode(text)
-        return ids, spans_of_bytes(text, [len(self.table[number] or b"") for number in ids.tolist()])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return join_tokens(ids, self.table).decode("utf-8", errors="replace")

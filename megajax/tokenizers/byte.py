@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megajax.config.errors import ConfigError, UserError
-from megajax.tokenizers.base import Tokenizer, before_last_blank, check_ids, join_tokens, spans_of_bytes
+from megajax.tokenizers.base import Tokenizer, before_last_blank, check_ids, join_tokens
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 
 EOD = 256
@@ -26,10 +26,6 @@ class ByteTokenizer(Tokenizer):
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, np.uint8).astype(np.int32)
-
-    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = self.encode(text)
-        return ids, spans_of_bytes(text, [1] * len(ids))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return join_tokens(ids, TABLE).decode("utf-8", errors="replace")

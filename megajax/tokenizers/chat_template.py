@@ -129,8 +129,6 @@ class ChatTemplate:
         """
         text = self._render_marked(messages, False, more)
         if self._marked:
-            if any(mark in str(message["content"]) for message in messages for mark in (BEGIN, END)):
-                raise TemplateMisfit("it contains U+FDD0 or U+FDD1, which mark answers within a template")
             first, *pieces = [piece.partition(END) for piece in text.split(BEGIN)]
             weights = [weight_of(message) for message in messages if message["role"] == "assistant"]
             if len(weights) != (marks := len(pieces)):
@@ -164,9 +162,9 @@ class ChatTemplate:
             return length
         head, _ = self._around(text, messages, place, more)
         header, lead, _ = self._frame
-        # What the earlier messages contain is not searched for the header.
+        # What the earlier messages contain is not searched for the header; the template's own text may contain it too.
         least = len(text) - len(self._around(text, messages, place - 1, more)[1]) if place else 0
-        place_of_header = head.find(header, least) if header else -1
+        place_of_header = head.rfind(header, least) if header else -1
         lead = lead if place and not header and head.endswith(lead) else ""
         begin = len(head) - len(lead) if place_of_header < 0 else place_of_header + len(header)
         if not text.startswith(head[:begin]):

@@ -3,19 +3,20 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise, takewhile
-from operator import eq
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from megajax.tokenizers.base import Tokenizer, end_tokens_of
-from megajax.tokenizers.chat_template import CUT, ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.chat_template import BEGIN, CUT, END, ChatTemplate, Part, TemplateMisfit
 
 MARK = "\ufdd2"
 """Inserted into names of special tokens within messages; Unicode reserves it for internal use."""
 IMAGE = "\ufdd4"
 """Stands for an image within a message; reserved like MARK."""
+RESERVED = re.compile(f"[{MARK}{CUT}{IMAGE}{BEGIN}{END}]")
+"""Characters that messages are rendered without."""
 SHOWS_PARTS = re.compile(r"""['"]image['"]""")
 """What a template contains that shows the images of messages itself, from contents that are lists of parts."""
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
@@ -39,8 +40,12 @@ def template_message(message: Any, name: str = "a message") -> dict[str, Any]:
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise UnknownRole(f"{name} has the role {role!r}; known roles are {', '.join(ROLES)}")
     calls = message.get("tool_calls")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text", "") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if wrong := [type(text).__name__ for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"a text in the content of {name} is {wrong[0]}, not a string")
+    if isinstance(content, list) and len(texts) == len(content):
+        content = "".join(texts)
     if not isinstance(content, str | list) and not (content is None and calls):
         kind = "missing" if content is None else type(content).__name__
         raise ValueError(f"the content of {name} is {kind}, not a string")
@@ -65,7 +70,8 @@ def _template_call(call: Any) -> Any:
 class MarkedText:
     """Text with marks within names of special tokens, to tokens.
 
-    A name without a mark is the special token. A marked one is ordinary text.
+    A name without a mark is the special token. A marked one is ordinary text, as is the text around it up to the next
+    special tokens; all other tokens are those of the text without marks.
 
     Args:
         tokenizer: of the model.
@@ -73,9 +79,10 @@ class MarkedText:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, names_are_text: bool = True):
-        self.tokenizer, self._controls = tokenizer, tokenizer.controls() if names_are_text else {}
+        self.tokenizer, controls = tokenizer, tokenizer.controls()
+        self._controls = np.array([*controls.values()], np.int32)
         # A mark cannot be inserted into names of one character; no vocabulary has such special tokens.
-        names = sorted((name for name in self._controls if len(name) > 1), key=len, reverse=True)
+        names = sorted((name for name in controls if names_are_text and len(name) > 1), key=len, reverse=True)
         either = "|".join(map(re.escape, names))
         self._names, self._plain = re.compile(either) if names else None, tokenizer.plain() if names else tokenizer
         self._first_letters = re.compile(f"(?=(?:{either}))(.)", re.DOTALL) if names else None
@@ -88,7 +95,7 @@ class MarkedText:
             return [self.mark(part) for part in value]
         if not isinstance(value, str):
             return value
-        value = value.replace(MARK, "").replace(CUT, "").replace(IMAGE, "")
+        value = RESERVED.sub("", value)
         return value if self._first_letters is None else self._first_letters.sub(rf"\1{MARK}", value)
 
     def has_names(self, messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -97,31 +104,29 @@ class MarkedText:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text with marks."""
-        if self._names is None or MARK not in text:
-            return self.tokenizer.encode(text).tolist() if text else []
-        tokens, position = [], 0
-        for match in self._names.finditer(text):
-            tokens += [*self._text(text[position : match.start()]), self._controls[match[0]]]
-            position = match.end()
-        return tokens + self._text(text[position:])
+        if not text:
+            return []
+        return (self._with_ends(text)[0] if MARK in text else self.tokenizer.encode(text)).tolist()
 
     def tokenize(self, parts: Sequence[Part], *, next_marker: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(Tokens of the whole text of parts, int32 [n]; their weights in the loss, float32 [n]).
 
-        A token that begins before an answer and ends in it belongs to the answer. A token that begins in an answer and
-        ends after it does not.
+        The tokens of an answer are those that end after its first character begins and not after its last: one that
+        begins before an answer and ends in it, as the " yes" of "assistant: yes", belongs to the answer; one that
+        begins in an answer and ends after it does not. A special token ends where its name does, without the blanks
+        that it strips.
 
         next_marker: the token after an answer has the weight of the answer if it is one that stops generation, and the
         answer has none: so a template ends answers that writes nothing after them, as GLM's.
         """
-        pieces = [self.encode(part.text) for part in parts]
-        apart = [token for piece in pieces for token in piece]
-        tokens = self.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
-        if apart == tokens:
-            ends = [*accumulate(map(len, pieces))]
-        else:  # Tokens that a prefix of the text shares with the whole text end before the end of the prefix.
-            texts = accumulate(part.text for part in parts)
-            ends = [*accumulate((sum(takewhile(bool, map(eq, self.encode(text), tokens))) for text in texts), max)]
+        text = "".join(part.text for part in parts)
+        if len(parts) > 1 and text:
+            ids, places = self._with_ends(text)
+            borders = [*accumulate(len(part.text) - part.text.count(MARK) for part in parts)]
+            tokens, ends = ids.tolist(), np.searchsorted(np.maximum.accumulate(places), borders, side="right").tolist()
+        else:  # no borders
+            tokens = self.encode(text)
+            ends = [len(tokens)] * len(parts)
         stops = end_tokens_of(self.tokenizer) if next_marker else frozenset()
         weights = np.zeros(len(tokens), np.float32)
         for part, (first, last) in zip(parts, pairwise([0, *ends]), strict=True):
@@ -132,8 +137,29 @@ class MarkedText:
                     weights[last : last + len(marker)] = part.weight
         return np.array(tokens, np.int32), weights
 
-    def _text(self, text: str) -> list[int]:
-        return self._plain.encode(text.replace(MARK, "")).tolist() if text else []
+    def _with_ends(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a text with marks, int32 [n], and the places where they end in the text without marks, int64 [n].
+
+        The whole text is encoded, with marked names as special tokens; then, as plain text, each stretch between true
+        special tokens that has such a name.
+        """
+        marked = np.array([match.start() - 1 - count for count, match in enumerate(re.finditer(MARK, text))], np.int64)
+        text = text.replace(MARK, "")
+        ids, spans = self.tokenizer.encode_spans(text)
+        ends, found = spans[:, 1].copy(), np.flatnonzero(np.isin(ids, self._controls))
+        is_text = np.ptp(np.searchsorted(marked, spans[found]), axis=1) > 0
+        true, names = found[~is_text].tolist(), found[is_text]
+        for place in true:
+            first, end = spans[place].tolist()
+            ends[place] = first + (len(text[first:end].rstrip()) or end - first)
+        added = len(self._plain.encode("")) if len(names) else 0  # Such as the token that begins a sequence.
+        for stretch in np.unique(np.searchsorted(true, names))[::-1].tolist():
+            first, begin = (true[stretch - 1] + 1, spans[true[stretch - 1], 1]) if stretch else (added, 0)
+            last, end = (true[stretch], spans[true[stretch], 0]) if stretch < len(true) else (len(ids), len(text))
+            plain, places = self._plain.encode_spans(text[begin:end])
+            ids = np.concatenate([ids[:first], plain[added:], ids[last:]])
+            ends = np.concatenate([ends[:first], places[added:, 1] + begin, ends[last:]])
+        return ids, ends
 
 
 class Conversation:

@@ -21,6 +21,7 @@ from megajax.tokenizers.base import (
     local_path,
     read_file,
     sentinels_of,
+    spans_of_characters,
     stop_tokens,
     usual_specials,
 )
@@ -40,10 +41,12 @@ class LibraryTokenizer(Tokenizer):
         return np.array(encoding.ids, np.int32)
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # the library rejects lone surrogates
-            return super().encode_spans(text)
-        encoding = self.engine.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        whole = text.encode("utf-8", errors="surrogatepass").decode("utf-8", errors="replace")
+        encoding = self.engine.encode(whole, add_special_tokens=False)
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        if len(whole) > len(text):  # each lone surrogate became three characters
+            spans = spans_of_characters([3 if "\ud800" <= letter <= "\udfff" else 1 for letter in text], spans)
+        return np.array(encoding.ids, np.int32), spans
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.engine.decode(check_ids(ids, self.vocabulary_size), skip_special_tokens=False)
@@ -86,6 +89,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.sentinels = sentinels_of(vocabulary)
         self.suffix = tuple(number for number, _ in takewhile(itemgetter(1), reversed(self._marks())))[::-1]
         self.prefix = self._prefix(os.path.join(os.path.dirname(path), "tokenizer_config.json"))
+        # Post-processors may leave the blanks out of spans.
+        self.engine.post_processor = tokenizers.processors.Sequence([])
         self.ends = {token for token in stop_tokens(Path(path).parent) if token < self.vocabulary_size}
         if isinstance(self.engine.decoder, tokenizers.decoders.ByteLevel):
             self.table = byte_level_table(vocabulary, self.vocabulary_size)

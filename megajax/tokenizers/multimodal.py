@@ -3,12 +3,12 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 
 from megajax.config.errors import ConfigError
-from megajax.tokenizers.base import Tokenizer, check_ids
+from megajax.tokenizers.base import Tokenizer, check_ids, join_spans
 from megajax.tokenizers.config import MultimodalTokenizerConfig
 
 
@@ -52,6 +52,19 @@ class MultimodalTokenizer(Tokenizer):
             if part
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        parts = [
+            part.decode("utf-8", "surrogatepass") for part in self._cuts.split(text.encode("utf-8", "surrogatepass"))
+        ]
+        starts = accumulate(map(len, parts), initial=0)
+        return join_spans(
+            (start, np.array([self._ids[part.encode()]], np.int32), np.array([[0, len(part)]]))
+            if place % 2
+            else (start, *self.base.encode_spans(part))
+            for place, (start, part) in enumerate(zip(starts, parts, strict=False))
+            if part
+        )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         runs = groupby(check_ids(ids, self.vocabulary_size), key=self._names.get)

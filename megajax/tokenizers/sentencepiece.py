@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -10,11 +10,20 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinel_name, usual_specials
+from megajax.tokenizers.base import (
+    Tokenizer,
+    character_spans,
+    check_ids,
+    end_of_document,
+    read_file,
+    sentinel_name,
+    usual_specials,
+)
 from megajax.tokenizers.config import SentencePieceTokenizerConfig
 
 SPACE = "▁"
 """Prefix of pieces that begin a word."""
+type Pieces = Callable[[bytes], tuple[list[int], list[tuple[int, int]]]]
 
 
 def engine_of(path: str, data: bytes) -> Any:
@@ -77,21 +86,31 @@ class SentencePieceTokenizer(Tokenizer):
         return not engine.id_to_piece(number).startswith(SPACE)
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        if self._cuts is None:
-            return np.array(self._first + self._engine.encode(data), np.int32)
-        *parts, rest = self._cuts.split(data)
-        ids = list(self._first)
-        for place in range(0, len(parts), 2):
-            part = self._engine.encode(parts[place])
-            # Megatron-LM drops it there, but not before the last part.
-            is_lone_space = place > 0 and part[:1] == [self._engine.piece_to_id(SPACE)]
-            ids += [*part[is_lone_space:], self._added[parts[place + 1]]]
-        return np.array(ids + self._engine.encode(rest), np.int32)
+        return np.array(self._encode(data, lambda part: (self._engine.encode(part), []))[0], np.int32)
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Names of added tokens in the text are plain text. Needs sentencepiece 0.2.3."""
-        encoded = self._engine.encode(text, return_type="offset_mapping")
-        return np.array(encoded["ids"], np.int32), np.array(encoded["offsets"], np.int64).reshape(-1, 2)
+        """Needs sentencepiece 0.2.3."""
+
+        def pieces(part: bytes) -> tuple[list[int], list[tuple[int, int]]]:
+            encoded = self._engine.encode(part, return_type="offset_mapping")
+            return encoded["ids"], encoded["offsets"]
+
+        ids, byte_spans = self._encode(text.encode("utf-8", errors="surrogatepass"), pieces)
+        return np.array(ids, np.int32), character_spans(text, np.array(byte_spans, np.int64).reshape(-1, 2))
+
+    def _encode(self, data: bytes, pieces: Pieces) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a text and their spans in bytes, from a function that has them of ordinary text."""
+        parts, start = [data] if self._cuts is None else self._cuts.split(data), 0
+        ids, spans = list(self._first), [(0, 0)] * len(self._first)
+        for place, part in enumerate(parts):
+            more, more_spans = ([self._added[part]], [(0, len(part))]) if place % 2 else pieces(part)
+            # Megatron-LM drops a lone space between two added tokens.
+            is_between = place % 2 == 0 < place < len(parts) - 1
+            drops = is_between and more[:1] == [self._engine.piece_to_id(SPACE)]
+            ids += more[drops:]
+            spans += [(start + first, start + end) for first, end in more_spans[drops:]]
+            start += len(part)
+        return ids, spans
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         numbers = check_ids(ids, self.vocabulary_size)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from megajax.data.chat.config import ChatConfig
 from megajax.data.rows.splits import NAMES, Rows
 from megajax.data.text.config import FillInMiddleConfig
 from megajax.models.decoder.config import text_schema
+from megajax.tokenizers.base import Tokenizer
 
 META = load_json("data/masked_fim_sft_meta.json")
 CHATS = {key: (case, "data/masked_fim_sft.npz") for key, case in META.items() if key.startswith("sft/")}
@@ -81,10 +83,10 @@ def test_fim(key: str, tmp_path: Path) -> None:
     assert compared
 
 
-class Pieces:
+class Pieces(Tokenizer):
     """The tokenizer behind the chats: a token for each character, and one for each of the longer entries."""
 
-    identity = "pieces"
+    identity, specials = "pieces", MappingProxyType({})
 
     def __init__(self, vocabulary: dict[str, int], case: dict[str, Any]):
         self.vocabulary_size, self.eod, self.pad = len(vocabulary), case["eod"], case["pad"]
@@ -92,7 +94,12 @@ class Pieces:
         self._vocabulary, self._pattern = vocabulary, re.compile("|".join([*longer, "."]), re.DOTALL)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array([self._vocabulary[piece] for piece in self._pattern.findall(text)], np.int32)
+        return self.encode_spans(text)[0]
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        pieces = list(self._pattern.finditer(text))
+        ids = np.array([self._vocabulary[piece[0]] for piece in pieces], np.int32)
+        return ids, np.array([piece.span() for piece in pieces], np.int64).reshape(-1, 2)
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"

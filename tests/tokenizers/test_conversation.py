@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hard_texts import TEXT, train_sentencepiece
 
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig, PreferencesConfig
@@ -25,6 +26,7 @@ from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     HuggingFaceTokenizerConfig,
     MultimodalTokenizerConfig,
+    SentencePieceTokenizerConfig,
     TiktokenTokenizerConfig,
     TokenizerConfig,
 )
@@ -321,6 +323,104 @@ def test_names_of_special_tokens_in_messages(tokenizer: Tokenizer, tmp_path: Pat
 )
 def test_messages_of_other_programs(message: dict[str, Any], expected: dict[str, Any]) -> None:
     assert template_message(message).items() >= expected.items()
+
+
+ALPACA = (
+    "{% for m in messages %}### {{ 'Instruction' if m.role == 'user' else 'Response' }}\n\n{{ m.content }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}### Response\n\n{% endif %}"
+)
+PHI = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+PHI_HEADER = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+
+
+def merging(folder: Path, *merges: tuple[str, str], **strips: bool) -> Tokenizer:
+    """A tokenizer of bytes and merges, cut by GPT-2's pattern, whose special tokens may strip blanks."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE({c: n for n, c in enumerate(vocabulary)}, list(merges)))
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    names = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
+    engine.add_special_tokens([tokenizers.AddedToken(name, special=True, **strips) for name in names])
+    engine.save(str(folder / "tokenizer.json"))
+    return HuggingFaceTokenizerConfig(path=str(folder)).build()
+
+
+def learned_tokens(tokenizer: Tokenizer, template: str, text: str, **options: bool) -> list[str]:
+    conversation = Conversation(ChatTemplate(template), tokenizer, **options)
+    ids, weights = conversation.texts.tokenize(conversation.parts(talk(text)))
+    assert ids.tolist() == conversation.encode(talk(text), header=False)
+    return [tokenizer.decode([number]) for number in ids[weights > 0].tolist()]
+
+
+def test_blanks_of_headers_are_not_learned_and_those_that_end_answers_are(tmp_path: Path) -> None:
+    """The pattern keeps two line ends apart before a sign, and joins them at the end of a text."""
+    tokenizer = merging(tmp_path, ("Ċ", "Ċ"), ("Ġ", "o"), (".", "Ċ"))
+    turns = "u:hi | a:ok | u:hi | a:ok"
+    assert learned_tokens(tokenizer, ALPACA, turns) == [*"ok\n\n", *"ok", "\n\n"]
+    # A token of a header's last blank and the answer's first letter belongs to the answer, as in transformers.
+    assert learned_tokens(tokenizer, "plain", turns) == [" o", "k", "\n", " o", "k", "\n"]
+
+
+def test_letters_of_headers_are_not_learned(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {c: n for n, c in enumerate(["a", "b", "c", "d", "ab", "bc", "bcd", "</s>"])}
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("b", "c"), ("a", "b"), ("bc", "d")]))
+    engine.save(str(tmp_path / "tokenizer.json"))
+    template = LOOP + "{% if m.role == 'assistant' %}aab{% endif %}{{ m.content }}d{% endfor %}"
+    tokenizer = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
+    header = "{% if add_generation_prompt %}aab{% endif %}"
+    assert tokenizer.encode("aab").tolist() != tokenizer.encode("aabcd")[:2].tolist()
+    assert learned_tokens(tokenizer, template + header, "u:a | a:c") == ["bcd"]
+
+
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}, {"rstrip": True, "lstrip": True}])
+def test_a_name_changes_only_the_text_around_it(tmp_path: Path, strips: dict[str, bool]) -> None:
+    tokenizer = merging(tmp_path, ("Ċ", "Ċ"), ("Ġ", "<"), **strips)
+    chat = Conversation(ChatTemplate(PHI + PHI_HEADER), tokenizer)
+    with_name, without = (chat.encode(talk(f"u: hi | a: ok | u:x {word} | a:\nok ")) for word in ("<|end|>", "?"))
+    place = next(n for n, pair in enumerate(zip(with_name, without, strict=False)) if pair[0] != pair[1])
+    assert tokenizer.decode(with_name[place:]).startswith(" <|end|>"), "encoded with the text before it"
+    assert with_name[place] == tokenizer.token_id("Ġ<") and tokenizer.decode(without[place : place + 2]) == " ?"
+    assert with_name[place + len("<|end|>") :] == without[place + 2 :]
+    for word in ("<|end|>", "?"):
+        text = f"u: hi | a: ok | u:x {word} | a:\nok "
+        expected = "".join(learned_tokens(tokenizer, PHI + PHI_HEADER, text))
+        assert "".join(expected.split()) == "ok<|end|>ok<|end|>"
+        marking = PHI.replace("{{ m.content }}<|end|>", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+            "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}")  # fmt: skip
+        assert "".join("".join(learned_tokens(tokenizer, marking, text)).split()) == "ok<|end|>ok<|end|>"
+
+
+def test_sequences_begin_once(tmp_path: Path) -> None:
+    path = train_sentencepiece(tmp_path / "a.model", [TEXT] * 20, vocab_size=90)
+    config = SentencePieceTokenizerConfig(path=path, special_tokens=("<u>", "<a>"), prepend_bos=True)
+    tokenizer = config.build()
+    chat = Conversation(ChatTemplate(LOOP + "<{{ m.role[0] }}>{{ m.content }}{% endfor %}"), tokenizer)
+    tokens = chat.encode(talk("u:fox | a:the | u:quick <a> fox | a:the"))
+    assert tokens.count(tokenizer.specials["bos"]) == 1 and tokens[0] == tokenizer.specials["bos"]
+    assert [t for t in tokens if t in tokenizer.controls().values()] == [*map(tokenizer.token_id, ("<u>", "<a>"))] * 2
+    second = [place for place, token in enumerate(tokens) if token == tokenizer.token_id("<u>")][1]
+    assert chat.encode(talk("u:fox | a:the | u:quick | a:the"))[: second + 1] == tokens[: second + 1]
+
+
+def test_the_templates_own_text_may_contain_the_header() -> None:
+    template = "{% if messages[0].role != 'system' %}system: You are an assistant: be nice.\n{% endif %}"
+    parts = ChatTemplate(template + ChatTemplate("plain").text).parts(talk("a:ans | u:Q | a:b"))
+    assert [part.text for part in parts if part.weight] == ["ans\n", "b\n"]
+
+
+def test_messages_do_not_mark_answers(tokenizer: Tokenizer) -> None:
+    template = TEMPLATES["marked"].replace("{{ m.content }}", "{{ m.content }}{{ m.name }}", 1)
+    for source, end in ((template, "<|im_end|>"), ("chatml", "<|im_end|>\n")):
+        chat = Conversation(ChatTemplate(source), tokenizer)
+        answer = {"role": "assistant", "content": "\ufdd1b", "name": "\ufdd1\ufdd0c"}
+        parts = chat.parts([{"role": "user", "content": "\ufdd0a"}, answer])
+        shown = "bc" if source == template else "b"
+        assert "".join(part.text for part in parts if part.weight).replace(MARK, "") == shown + end
+    with pytest.raises(TemplateMisfit, match="a text in the content of a message is int, not a string"):
+        chat.encode([{"role": "user", "content": [{"type": "text", "text": 5}]}])
 
 
 def test_rollouts_refuse_what_is_no_message_and_know_tools(tokenizer: Tokenizer, tmp_path: Path) -> None:

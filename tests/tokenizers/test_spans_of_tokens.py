@@ -8,6 +8,8 @@ from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    MultimodalTokenizerConfig,
     NullTokenizerConfig,
     SentencePieceTokenizerConfig,
     WordPieceTokenizerConfig,
@@ -58,6 +60,25 @@ def test_sentence_pieces_have_the_blank_before_them(tmp_path):
     ).build()
     spans = parts(tokenizer, "the quick Grün 猫 fox")
     assert "".join(spans) == "the quick Grün 猫 fox"
+
+
+def test_special_tokens_have_the_span_of_their_name(tmp_path):
+    """SentencePiece's blank between two of them has no token."""
+    path = train_sentencepiece(tmp_path / "a.model", [TEXT] * 20, vocab_size=90)
+    config = SentencePieceTokenizerConfig(path=path, special_tokens=("<u>", "<a>"), prepend_bos=True)
+    spans = parts(config.build(), "Grün<u> <a>猫 \ud800fox<u>")
+    assert spans[0] == "" and "".join(spans).replace(" ", "") == "Grün<u><a>猫\ud800fox<u>"
+    multimodal = MultimodalTokenizerConfig(base=ByteTokenizerConfig()).build()
+    assert parts(multimodal, "ü<image><image>\ud800b") == ["ü", "ü", "<image>", "<image>", *["\ud800"] * 3, "b"]
+
+
+def test_lone_surrogates_have_spans(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE({c: n for n, c in enumerate("ab\ufffd")}, []))
+    engine.add_special_tokens(["</s>"])
+    engine.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
+    assert parts(tokenizer, "a\ud800</s>b") == ["a", *["\ud800"] * 3, "</s>", "b"]
 
 
 def test_other_tokenizers_have_spans_of_words():
