@@ -146,9 +146,9 @@ class MarkedText:
         marked = np.array([match.start() - 1 - count for count, match in enumerate(re.finditer(MARK, text))], np.int64)
         text = text.replace(MARK, "")
         ids, spans = self.tokenizer.encode_spans(text)
-        ends, found = spans[:, 1].copy(), np.flatnonzero(np.isin(ids, self._controls))
-        is_text = np.ptp(np.searchsorted(marked, spans[found]), axis=1) > 0
-        true, names = found[~is_text].tolist(), found[is_text]
+        ends, controls = spans[:, 1].copy(), np.flatnonzero(np.isin(ids, self._controls))
+        is_text = np.ptp(np.searchsorted(marked, spans[controls]), axis=1) > 0
+        true, names = controls[~is_text].tolist(), controls[is_text]
         for place in true:
             first, end = spans[place].tolist()
             ends[place] = first + (len(text[first:end].rstrip()) or end - first)

@@ -146,7 +146,7 @@ class Reader:
         example: a line, for messages.
     """
 
-    kind: ClassVar[str] = "whole conversations"
+    kind: ClassVar[str] = "conversations by spans of tokens"
     reasons: ClassVar[tuple[str, ...]] = REASONS
     example: ClassVar[str] = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
