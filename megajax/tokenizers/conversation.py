@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.config.errors import UserError
 from megajax.tokenizers.base import Tokenizer, end_tokens_of
 from megajax.tokenizers.chat_template import BEGIN, CUT, END, ChatTemplate, Part, TemplateMisfit
 
@@ -146,6 +147,10 @@ class MarkedText:
         marked = np.array([match.start() - 1 - count for count, match in enumerate(re.finditer(MARK, text))], np.int64)
         text = text.replace(MARK, "")
         ids, spans = self.tokenizer.encode_spans(text)
+        by_words = type(self.tokenizer).encode_spans is Tokenizer.encode_spans and not self.tokenizer.table
+        if by_words and not np.array_equal(ids, self.tokenizer.encode(text)):
+            name = type(self.tokenizer).__name__
+            raise UserError(f"{name} has neither encode_spans nor a table of bytes, which conversations need")
         ends, controls = spans[:, 1].copy(), np.flatnonzero(np.isin(ids, self._controls))
         is_text = np.ptp(np.searchsorted(marked, spans[controls]), axis=1) > 0
         true, names = controls[~is_text].tolist(), controls[is_text]

@@ -21,7 +21,8 @@ from megajax.inference.prompts import Prompt, encode, read_prompts
 from megajax.models.answers.config import DPOConfig
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit
+from megajax.tokenizers.byte import ByteTokenizer
+from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -30,7 +31,7 @@ from megajax.tokenizers.config import (
     TiktokenTokenizerConfig,
     TokenizerConfig,
 )
-from megajax.tokenizers.conversation import CUT, MARK, Conversation, template_message
+from megajax.tokenizers.conversation import CUT, MARK, Conversation, MarkedText, template_message
 from megajax.tuning.config import RolloutsConfig
 from megajax.tuning.prompts import read_lines
 
@@ -435,3 +436,20 @@ def test_rollouts_refuse_what_is_no_message_and_know_tools(tokenizer: Tokenizer,
     with pytest.raises(TemplateMisfit, match="the content of a message is missing"):
         Conversation(ChatTemplate("plain"), tokenizer).encode([{"role": "user"}])
     assert Prompt("", "a").variables == {}
+
+
+def test_a_tokenizer_of_ones_own_without_spans_is_refused():
+    class Reversed(ByteTokenizer):
+        """Its tokens depend on the whole text."""
+
+        encode_spans = Tokenizer.encode_spans
+
+        def __init__(self):
+            super().__init__()
+            self.table = ()
+
+        def encode(self, text: str) -> np.ndarray:
+            return super().encode(text[::-1])
+
+    with pytest.raises(UserError, match="Reversed has neither encode_spans nor a table of bytes"):
+        MarkedText(Reversed()).tokenize([Part("a b", 0.0), Part("c", 1.0)])
