@@ -445,7 +445,7 @@ def test_a_tokenizer_of_ones_own_without_spans_is_refused():
         encode_spans = Tokenizer.encode_spans
 
         def __init__(self):
-            super().__init__()
+            super().__init__(ByteTokenizerConfig())
             self.table = ()
 
         def encode(self, text: str) -> np.ndarray:
