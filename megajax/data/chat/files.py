@@ -5,16 +5,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Budget, json_fault, without_mark
-from megajax.data.chat.config import ChatConfig, PreferencesConfig
 from megajax.data.preprocessing.text_files import open_text
 from megajax.data.preprocessing.text_formats import LIMITS, read_line
-from megajax.storage.index_cache import Arrays, content_digest, content_key, index_folder, load_or_build
+from megajax.storage.index_cache import Arrays, content_digest, content_key, load_or_build
 from megajax.storage.local_copies import local_file
 from megajax.tokenizers.base import Tokenizer, end_tokens_of
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
@@ -137,10 +136,19 @@ def normalized_message(message: Any, number: int) -> Message:
 
 
 class Reader:
-    """Reads files of conversations. Raises UserError for an invalid template.
+    """Reads files of conversations.
+
+    Args:
+        template: renders conversations as text.
+        tokenizer: tokenizes the text.
+        names_are_text, next_marker: see `Conversation` and its `tokenize`.
+        cut_at_system: see `conversations_of`.
+        loss: tokens with a loss: of answers, or all.
+        end_token: whether the end-of-document token is appended if missing, or only the template's text is used.
+        on_error: whether a bad line stops the run or is skipped.
+        folder: of the cache.
 
     Attributes:
-        template: renders conversations as text.
         kind: what the lines are, for the key of the cache.
         reasons: reasons to skip a line.
         example: a line, for messages.
@@ -150,20 +158,27 @@ class Reader:
     reasons: ClassVar[tuple[str, ...]] = REASONS
     example: ClassVar[str] = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
-    def __init__(self, config: ChatConfig | PreferencesConfig, tokenizer: Tokenizer):
-        as_written, self.template = config.end_token == "template", ChatTemplate(config.template)
-        self._config, self._tokenizer, self._folder = config, tokenizer, index_folder(config.cache_dir)
-        names_are_text = (config.special_tokens or ("tokens" if as_written else "text")) == "text"
-        self._conversation = Conversation(self.template, tokenizer, names_are_text=names_are_text)
-        self._next_marker = not as_written if config.learn_next_marker is None else config.learn_next_marker
-        self._cut_at_system, self._named = isinstance(config, ChatConfig) and config.packing == "lines", 0
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        loss: Literal["answers", "all"],
+        end_token: Literal["append", "template"],
+        on_error: Literal["stop", "skip"],
+        folder: Path,
+        names_are_text: bool = True,
+        next_marker: bool = True,
+        cut_at_system: bool = False,
+    ):
+        self._template, self._tokenizer, self._folder = template, tokenizer, folder
+        self._loss, self._end_token, self._on_error = loss, end_token, on_error
+        self._conversation = Conversation(template, tokenizer, names_are_text=names_are_text)
+        self._next_marker, self._cut_at_system, self._named = next_marker, cut_at_system, 0
         self._settings = {
-            "loss": config.loss,
-            "end_token": config.end_token,
-            "on_error": config.on_error,
             "names_are_text": names_are_text,
-            "cut_at_system": self._cut_at_system,
-            "ends": sorted(end_tokens_of(tokenizer)) if self._next_marker else None,
+            "cut_at_system": cut_at_system,
+            "ends": sorted(end_tokens_of(tokenizer)) if next_marker else None,
         }
 
     def read(self, paths: Sequence[str]) -> Conversations:
@@ -175,8 +190,11 @@ class Reader:
         description = {
             "kind": self.kind,
             "files": [_digest(self._folder, path, self.example) for path in paths],
-            "template": self.template.identity,
+            "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,
+            "loss": self._loss,
+            "end_token": self._end_token,
+            "on_error": self._on_error,
             **self._settings,
         }
         arrays = load_or_build(self._folder, description, lambda _: self._build(paths))
@@ -201,7 +219,7 @@ class Reader:
                 try:
                     conversations = self.documents(json_object(line))
                 except BadLine as error:
-                    if self._config.on_error == "stop":
+                    if self._on_error == "stop":
                         hint = "Fix the line, or skip such lines with data.on_error=skip."
                         raise UserError(f"{path}, line {number}: {error}. {hint}") from error
                     skipped[error.reason] += 1
@@ -230,7 +248,7 @@ class Reader:
     def documents(self, record: Mapping[str, Any]) -> list[Document]:
         """The documents of a line's object, here its conversations. Raises BadLine."""
         conversations = conversations_of(
-            record, demand_answers=self._config.loss == "answers", cut_at_system=self._cut_at_system
+            record, demand_answers=self._loss == "answers", cut_at_system=self._cut_at_system
         )
         return [self.conversation(messages, record.get("tools")) for messages in conversations]
 
@@ -238,18 +256,18 @@ class Reader:
         """The tokens of messages. Raises BadLine for messages that the template refuses."""
         more, conversation = {} if tools is None else {"tools": tools}, self._conversation
         try:
-            parts = conversation.parts(messages, more, answers=self._config.loss == "answers")
+            parts = conversation.parts(messages, more, answers=self._loss == "answers")
         except TemplateMisfit as error:
             raise BadLine(REASONS[3], str(error)) from error
         self._named += conversation.texts.has_names(messages)
         last = messages[-1]
-        learns_end = self._config.loss == "all" or last["role"] == "assistant"
-        return self.ended(parts, weight_of(last) * learns_end if self._config.loss == "answers" else 1)
+        learns_end = self._loss == "all" or last["role"] == "assistant"
+        return self.ended(parts, weight_of(last) * learns_end if self._loss == "answers" else 1)
 
     def ended(self, parts: Sequence[Part], weight: float) -> Document:
         """The tokens of a text, with an end token of this weight if the setting asks for one."""
         ids, weights = self._conversation.texts.tokenize(parts, next_marker=self._next_marker)
-        if self._config.end_token == "append" and (not len(ids) or ids[-1] != self._tokenizer.eod):
+        if self._end_token == "append" and (not len(ids) or ids[-1] != self._tokenizer.eod):
             ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(weight))
         return ids, weights
 

@@ -16,7 +16,9 @@ from megajax.data.chat.files import Conversations, Reader
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.row_source import ORDER_SAMPLE, check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, config_paths, parse_split, split_bounds
+from megajax.storage.index_cache import index_folder
 from megajax.tokenizers.base import Tokenizer, token_id
+from megajax.tokenizers.chat_template import ChatTemplate
 
 TOO_LONG = "longer than a row"
 NO_WEIGHT = "nothing to learn"
@@ -180,14 +182,25 @@ class ChatBuilder:
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
         if config.pad_token is not None:
             self.pad = token_id(tokenizer, config.pad_token, "data.pad_token")
-        self.reader = self.reader_class(config, tokenizer)
-        if config.loss == "answers" and (header := self.reader.template.learned_header()):
+        template, as_written = ChatTemplate(config.template), config.end_token == "template"
+        if config.loss == "answers" and (header := template.learned_header()):
             warnings.warn(
                 f"data.template: the model learns {header!r} before each answer, because the template writes no header "
                 "of an answer after a prompt: write it {% if add_generation_prompt %}, or mark answers with "
                 "{% generation %} … {% endgeneration %}.",
                 stacklevel=2,
             )
+        self.reader = self.reader_class(
+            template,
+            tokenizer,
+            loss=config.loss,
+            end_token=config.end_token,
+            on_error=config.on_error,
+            folder=index_folder(config.cache_dir),
+            names_are_text=(config.special_tokens or ("tokens" if as_written else "text")) == "text",
+            next_marker=not as_written if config.learn_next_marker is None else config.learn_next_marker,
+            cut_at_system=isinstance(config, ChatConfig) and config.packing == "lines",
+        )
 
     def splits(self, requested: Rows) -> Splits:
         """Row sources for the splits that a run requests; None for the others.
