@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.planning.published import published, read
 from benchmarks.planning.systems import MEGATRON_R08, UNTUNED, Published
 from megajax.planning.cost.description import OPERANDS, Description
-from megajax.planning.cost.estimate import ErrorRange, Program, estimate, kind_of
+from megajax.planning.cost.estimate import ErrorRange, Program, estimate, kind_of, kind_of_errors
 
 QUANTILES = (0.05, 0.95)
 """Of the errors, each group with the same weight."""
@@ -126,8 +126,8 @@ def coverage(groups: Sequence[Group], program: Program) -> dict[str, float]:
     inside = []
     for group in chosen:
         ranges = error_ranges([other for other in groups if other.publisher != group.publisher])
-        found = ranges[program, "mixture" if group.kind == "mixture" else "dense", group.narrow]
-        inside.append(sum(found.low <= error <= found.high for error in group.errors))
+        errors = ranges[program, kind_of_errors(group.kind), group.narrow]
+        inside.append(sum(errors.low <= error <= errors.high for error in group.errors))
     runs = [len(group.errors) for group in chosen]
     return {
         "runs": round(sum(inside) / sum(runs), 3),

@@ -178,6 +178,16 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
         raise ValueError("lists and mappings are nested too deeply") from None
 
 
+VALUES = 2**21
+"""Values of a line of JSON, beside a comma for each 16 bytes, as texts have."""
+
+
+def too_many_values(line: bytes) -> str:
+    """The problem with a line of JSON whose values take far more memory than its bytes; "" if there is none."""
+    count = sum(map(line.count, (b",", b"[", b"{"))) if len(line) > VALUES else 0
+    return f"holds more than {VALUES:,} values" if count > VALUES + len(line) // 16 else ""
+
+
 def json_fault(error: Exception) -> str:
     """What is wrong with a line of JSON, without the line number 1 that the parser gives it."""
     if isinstance(error, json.JSONDecodeError):

@@ -291,12 +291,17 @@ def _used_size(weight: Weight, ids: int | None) -> int:
 
 def count_flops(model: Facts, trainable: tuple[str, ...] = ALL) -> Flops:
     """Operations of a training step per position of `row_positions()`. trainable: as in `flops_of`."""
-    needed = row_counts(model, Training(trainable, getattr(model, "lora", None)))
+    needed = row_counts(model, training_of(model, trainable))
     theirs = row_counts(model, Training(megatron=True))
     causal = _total(needed, lambda visible, length: visible.pairs(length))
     full = _total(needed, lambda visible, length: length**2)
     megatron = _total(theirs, lambda visible, length: length**2 / (1 + visible.causal))
     return Flops(*(2 * total / model.row_positions() for total in (causal, full, megatron)))
+
+
+def training_of(model: Any, trainable: tuple[str, ...]) -> Training:
+    """Which weights of a model are trained. trainable: as in `flops_of`."""
+    return Training(trainable, getattr(model, "lora", None))
 
 
 class RowCount(NamedTuple):

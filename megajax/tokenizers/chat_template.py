@@ -190,8 +190,9 @@ class ChatTemplate:
         return len(beginning) * text.startswith(beginning)
 
     def _around(self, text: str, messages: Messages, place: int, more: Mapping[str, Any]) -> tuple[str, str]:
-        """The text before and after the content of a message, of which the latter ends the whole text. Raises
-        TemplateMisfit if the template does not show the content, or other text depends on it."""
+        """The text before the content of a message, and the rest of the text after it.
+
+        Raises TemplateMisfit if the template does not show the content, or other text depends on it."""
         shell = [*messages[:place], {**messages[place], "content": CUT}, *messages[place + 1 :]]
         head, cut, tail = self.render(shell, **more).partition(CUT)
         if not cut or CUT in tail or CUT in text or not text.endswith(tail):

@@ -3,9 +3,8 @@
 from collections import defaultdict
 
 from megajax.data.rows.balancing import RowWork
-from megajax.layers.block.step_work import Training
 from megajax.layers.multiply_adds import VisibleKeys
-from megajax.models.facts import row_counts
+from megajax.models.facts import row_counts, training_of
 from megajax.models.summary import ModelSummary
 
 
@@ -19,7 +18,7 @@ def row_work(model: ModelSummary) -> RowWork:
     if facts is None:
         return RowWork()
     positions, scores = 0.0, defaultdict[VisibleKeys, float](float)
-    for row in row_counts(facts, Training(model.trainable, getattr(facts, "lora", None))):
+    for row in row_counts(facts, training_of(facts, model.trainable)):
         positions += 2 * row.sequences * row.length * row.count.once / facts.row_positions()
         for visible, number in row.count.pairs:
             scores[visible] += 2 * row.sequences * number

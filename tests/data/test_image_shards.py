@@ -77,8 +77,8 @@ def test_members_are_those_of_tarfile(tmp_path: Path, format: int, seconds: floa
     content = (tmp_path / "a.tar").read_bytes()
     with tarfile.open(tmp_path / "a.tar") as archive:
         expected = [(m.name, m.offset_data, m.size) for m in archive if m.isfile()]
-    found = [*image_shards.tar_members(lambda start, size: content[start : start + size], len(content))]
-    assert found == expected and len(expected) >= 4
+    members = [*image_shards.tar_members(lambda start, size: content[start : start + size], len(content))]
+    assert members == expected and len(expected) >= 4
 
 
 def header(name: str, size: bytes, kind: bytes = b"0", content: bytes = b"") -> bytes:

@@ -120,8 +120,8 @@ def test_few_earlier_answers_decide_like_all_of_them() -> None:
                 [prompt, answer] if draw.random() < 0.7 else [[{"content": prompt}], [{"content": answer}]]
             )
             item = Judged(*forms, True)
-            found = [next((e for e in earlier if mismatched(item, e)), None) for earlier in (kept, every)]
-            assert found[0] == found[1]
+            of_kept, of_every = (next((e for e in earlier if mismatched(item, e)), None) for earlier in (kept, every))
+            assert of_kept == of_every
             kept, every = nearest((item, *kept)), [item, *every]
             assert len(kept) <= 12
 

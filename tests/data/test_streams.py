@@ -16,8 +16,10 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from megajax.batch import Leaf
+from megajax.config import read_limits
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits
+from megajax.data.chat.files import BadLine, json_object
 from megajax.data.configs import StreamConfig
 from megajax.data.preprocessing import text_formats
 from megajax.data.rows.splits import Rows
@@ -209,13 +211,15 @@ def write_objects(path: Path, lines: list[str]) -> Path:
 
 
 def test_a_line_of_many_values_is_refused_and_a_long_text_is_not(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(text_formats, "VALUES", 1000)
+    monkeypatch.setattr(read_limits, "VALUES", 1000)
     path = write_objects(tmp_path / "a.jsonl", ['{"text": "%s"}' % ("one, two, three and four words, " * 100)])
     assert rows_of(path, lanes=1, cache=tmp_path)[0]["tokens"].size == LENGTH
     for values in ("{}," * 2000, "1," * 2000):
         write_objects(path, [f'{{"more": [{values}0], "text": "a"}}'])
         with pytest.raises(UserError, match=r"a\.jsonl, line 1: holds more than 1,000 values"):
             rows_of(path, lanes=1, cache=tmp_path)
+        with pytest.raises(BadLine, match="holds more than 1,000 values"):
+            json_object(path.read_bytes())
 
 
 def test_small_files_with_large_contents_are_refused(tmp_path: Path, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.read_limits import Budget, json_fault, without_mark
+from megajax.config.read_limits import Budget, json_fault, too_many_values, without_mark
 from megajax.data.preprocessing.text_files import open_text
 from megajax.data.preprocessing.text_formats import LIMITS, read_line
 from megajax.storage.index_cache import Arrays, content_digest, content_key, load_or_build
@@ -83,6 +83,8 @@ class Conversations(NamedTuple):
 
 def json_object(line: bytes) -> dict[str, Any]:
     """The object of a line. Raises BadLine."""
+    if problem := too_many_values(line):
+        raise BadLine(REASONS[0], problem)
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

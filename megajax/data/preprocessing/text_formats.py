@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import Budget, Limits, json_fault
+from megajax.config.read_limits import Budget, Limits, json_fault, too_many_values
 from megajax.data.preprocessing.text_files import (
     Chunk,
     DocumentRule,
@@ -30,8 +30,6 @@ LIMITS = Limits(bytes=2**31)
 """Of the text up to the next document of a file, which is in memory at once."""
 PIECE_BYTES = 2**24
 BATCH_ROWS = 1024
-VALUES = 2**21
-"""Values of a JSON line, beside a comma for each 16 bytes, as texts have."""
 
 
 class TextFormat(Protocol):
@@ -130,8 +128,8 @@ class JsonLines(TextFormat):
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
         """Raises UserError for a line that is not a JSON object with a string under each key."""
-        if len(row) > VALUES and sum(map(row.count, (b",", b"[", b"{"))) > VALUES + len(row) // 16:
-            raise UserError(f"holds more than {VALUES:,} values, which take far more memory than its bytes.")
+        if problem := too_many_values(row):
+            raise UserError(problem)
         try:
             record = json.loads(row)
         except (ValueError, RecursionError) as error:

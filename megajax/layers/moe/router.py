@@ -61,15 +61,6 @@ class Routing(NamedTuple):
     """int32 [T, k]; E where the expert has no capacity left."""
 
 
-class State(NamedTuple):
-    """State of a router from earlier steps."""
-
-    bias: Array
-    """[E]: added to scores when experts are chosen."""
-    tokens: Array
-    """[E]: number of tokens of each expert in the last step; zeros before the first step."""
-
-
 @jax.custom_vjp
 def add_gradient(x: Array, gradient: Array) -> Array:
     """x; the backward pass adds `gradient`, that of a loss that is not an output, to the cotangent."""
@@ -116,7 +107,7 @@ def choose(
     draws: Array | None = None,
     real: Array | None = None,
 ) -> Routing:
-    """The experts of tokens with these logits [T, E]. bias: of `State`; draws: of `sparse_mixer`.
+    """The experts of tokens with these logits [T, E]. bias: [E], added to scores; draws: of `sparse_mixer`.
 
     index: int32 [S], the device's positions within the row, used by force_balance; None if it holds whole rows.
     real: bool [T], the tokens that are not padding, used by `sinkhorn`; None: all.

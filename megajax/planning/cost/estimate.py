@@ -80,8 +80,12 @@ def kind_of(run: Description) -> str:
 
 def range_of(run: Description, program: Program = "any") -> ErrorRange:
     """Errors of runs of this kind."""
-    kind = "mixture" if kind_of(run) == "mixture" else "dense"
-    return RANGES[program, kind, run.compute in OPERANDS]
+    return RANGES[program, kind_of_errors(kind_of(run)), run.compute in OPERANDS]
+
+
+def kind_of_errors(kind: str) -> str:
+    """The kind of model in RANGES whose errors a kind of model has."""
+    return "mixture" if kind == "mixture" else "dense"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
