@@ -139,7 +139,7 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh, side_by_side: int = 
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
-        in_step = by_position(weights.declared, parts, weights.gather_all_for_step(params, scale), batch)
+        in_step, batch = by_position(weights.declared, parts, weights.gather_all_for_step(params, scale), batch)
         runs = section_runs(weights, parts, in_step)
         shared = runs[-1].shared
 

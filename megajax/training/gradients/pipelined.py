@@ -49,7 +49,7 @@ def pipelined(
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
-        in_step = by_position(weights.declared, parts, weights.gather_all_for_step(params, scale), batch)
+        in_step, batch = by_position(weights.declared, parts, weights.gather_all_for_step(params, scale), batch)
         stage = _stage(kind, weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
         (section,) = parts.sections
         zeros = SplitWeights.of(weights.zeros(in_step), [section.path])

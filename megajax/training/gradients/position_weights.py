@@ -24,14 +24,17 @@ from megajax.training.gradients.grads import over_replicas
 from megajax.training.gradients.staged import STACK
 
 
-def by_position(declared: Mapping[str, ParamSpec], parts: Staged, in_step: Params, batch: Batch) -> Params:
-    """The arrays of a step, with observations that layers read as a scale multiplied by the weight of a position.
+def by_position(
+    declared: Mapping[str, ParamSpec], parts: Staged, in_step: Params, batch: Batch
+) -> tuple[Params, Batch]:
+    """The arrays of a step, with observations that layers read as a scale multiplied by the weight of a position; and
+    the batch, made to depend on that weight: on few CPU cores, collectives of layers beside these would wait forever.
 
     declared: of `in_step`; parts: the model in the step; batch: [M, B, ...], the device's part.
     """
     paths = [path for path, spec in declared.items() if sums_over_positions(spec)]
     if not paths:
-        return in_step
+        return in_step, batch
     counts = {section.path.removesuffix(STACK): counted_positions(section.context) for section in parts.sections}
     weight, positions = over_replicas(
         (_total(labels_weight(parts, in_step), batch), {path: _total(count, batch) for path, count in counts.items()})
@@ -41,7 +44,8 @@ def by_position(declared: Mapping[str, ParamSpec], parts: Staged, in_step: Param
         section = max((prefix for prefix in positions if path.startswith(prefix)), key=len)
         return divisor(weight) / divisor(positions[section])
 
-    return {**in_step, **{path: in_step[path] * factor(path) for path in paths}}
+    later = {name: jnp.where(weight < 0, jnp.zeros_like(leaf), leaf) for name, leaf in batch.items()}
+    return {**in_step, **{path: in_step[path] * factor(path) for path in paths}}, later
 
 
 def _total(of_rows: Callable[[Rows], Array], batch: Batch) -> Array:
