@@ -9,13 +9,14 @@ from typing import Any
 
 from benchmarks import outcome
 from benchmarks.parts import PARTS, Part
-from megajax.command_line.devices import use_devices
+from megajax.command_line.device_flags import count_processes, use_devices
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
-from megajax.mesh.processes.world import process_index
-from megajax.mesh.xla_options import set_process
+from megajax.faults.unfailing_output import drop_lines
+from megajax.processes.world import process_index
+from megajax.processes.xla_options import set_process
 
 JSON = Flag("json", None | bool | Path)
 
@@ -48,10 +49,12 @@ def main(argv: list[str]) -> int:
         options["cfg"] = command.config
         set_process(command.config.xla)
     if part.processes:
-        resolve("megajax.mesh.processes.agreement:start")(patience=command.flags["init_timeout"])
+        if (count_processes() or 1) > 1:
+            drop_lines(b"[Gloo] ")  # it reports each group of processes that it connects
+        resolve("megajax.processes.start:start")(patience=command.flags["init_timeout"])
     figures = save(name, part, measure(**options), command.flags.get("json"), command.source)
     if part.processes:
-        resolve("megajax.mesh.processes.agreement:finish")()
+        resolve("megajax.processes.start:finish")()
     return int(bool(figures.get("wrong")))
 
 

@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 
-from megajax.compiled.gpus import GPUS
 from megajax.config.errors import UserError
 from megajax.metrics.throughput import peak_bf16_flops
+from megajax.planning.compiled.devices import GPUS
 
 # Data-centre chips from Hopper on multiply 8-bit floats at twice the rate of 16-bit ones (data sheets, dense).
 _TWICE_IN_FP8 = re.compile(r"\b(GB[23]00|B[23]00|GH200|H200|H[18]00)\b")

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.compiled import gpus as devices
-from megajax.compiled.gpus import GPUS, Cluster
-from megajax.mesh.xla_options import DEVICELESS, compiler_options
+from megajax.planning.compiled import devices as devices
+from megajax.planning.compiled.devices import GPUS, Cluster
+from megajax.processes.xla_options import DEVICELESS, compiler_options
 
 CALLS = re.compile(r'custom_call_target="([^"]+)"')
 

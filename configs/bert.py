@@ -85,17 +85,17 @@ def bert_large_debug() -> mj.RunConfig:
 
 def bert_1_3b_debug() -> mj.RunConfig:
     """bert_1_3b in tiny sizes."""
-    return _debug(bert_1_3b())
+    return _debug(bert_1_3b(), "debug-megatron")
 
 
 def bert_3_9b_debug() -> mj.RunConfig:
     """bert_3_9b in tiny sizes: pipeline 2 x tensor 2, and data 2 on eight devices."""
-    return _debug(bert_3_9b(), parallel=bert_3_9b().parallel)
+    return _debug(bert_3_9b(), "debug-megatron", parallel=bert_3_9b().parallel)
 
 
-def _debug(cfg: mj.RunConfig, **changes: Any) -> mj.RunConfig:
+def _debug(cfg: mj.RunConfig, size: str = "debug", **changes: Any) -> mj.RunConfig:
     """Sentences of at most 64 tokens, of a vocabulary of 2000."""
-    model = mj.bert("debug", sequence_length=64, vocabulary_size=2002, dropout=0.0)
+    model = mj.bert(size, sequence_length=64, vocabulary_size=2002, dropout=0.0)
     own: dict[str, Any] = {
         "data": mj.LibrarySentencesConfig(),
         "tokenizer": mj.LibraryWordPieceConfig(size=2000),

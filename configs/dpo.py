@@ -3,7 +3,8 @@
 The same configs train with ORPO, SimPO or KTO by --model.objective.type (docs/tuning.md). reward_llama3_8b trains
 a reward model on the same pairs, for grpo.py (docs/reinforcement.md).
 
-Prepare:  the model's Hugging Face folder as models/NAME, pairs as data/preferences.jsonl (docs/data.md)
+Prepare:  hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct
+          pairs as data/preferences.jsonl (docs/data.md)
 Run:      python -m megajax.train --config=dpo.py
 Laptop:   python -m megajax.train --config=dpo.py:debug --devices=cpu:8
 Hardware: 8 GPUs with 80 GB; not run on GPUs yet
@@ -36,9 +37,7 @@ def dpo_llama3_8b() -> mj.RunConfig:
     return mj.RunConfig(
         model=mj.with_objective(model, mj.DPOConfig(beta=0.1)),
         parallel=mj.ParallelConfig(data_sharding="fsdp"),
-        data=mj.PreferencesConfig(
-            paths=("data/preferences.jsonl",), split="98,2,0", template=f"{folder}/tokenizer_config.json"
-        ),
+        data=mj.PreferencesConfig(paths=("data/preferences.jsonl",), split="98,2,0"),
         tokenizer=mj.HuggingFaceTokenizerConfig(path=folder),
         optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.0),
         schedule=mj.ScheduleConfig(lr=5e-7, min_lr=5e-8, warmup_fraction=0.1),

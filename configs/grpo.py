@@ -2,7 +2,8 @@
 
 The same configs train by DAPO, Dr. GRPO or GSPO (docs/reinforcement.md).
 
-Prepare:  the model's Hugging Face folder as models/NAME, prompts as data/prompts.jsonl, a function in rewards.py
+Prepare:  hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct
+          prompts as data/prompts.jsonl, a function in rewards.py
 Run:      python -m megajax.train --config=grpo.py
 Laptop:   python -m megajax.train --config=grpo.py:debug --devices=cpu:1
 Hardware: 8 GPUs with 80 GB; not run on GPUs yet
@@ -38,7 +39,6 @@ def grpo_llama3_8b() -> mj.RunConfig:
             answers=16,
             prompt_tokens=512,
             max_tokens=1536,
-            template=f"{folder}/tokenizer_config.json",
         ),
         tokenizer=mj.HuggingFaceTokenizerConfig(path=folder),
         optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.0),

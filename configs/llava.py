@@ -62,9 +62,10 @@ def llava_7b_debug() -> mj.RunConfig:
     """llava_7b in a tiny size on captions of synthetic shapes; all of it is trained, from nothing."""
     cfg = llava_7b()
     language = mj.llama2("debug", sequence_length=40, vocabulary_size=258)
+    tower = replace(mj.clip("debug"), height=16, width=16, patch=4, norm=mj.IdentityNormConfig())
     return mj.debug_config(
         cfg,
-        mj.llava(language, replace(mj.vit_tower("debug", image=16), patch=4), image_token=257),
+        mj.llava(language, tower, image_token=257),
         data=mj.MockCaptionsConfig(),
         tokenizer=mj.MultimodalTokenizerConfig(base=mj.ByteTokenizerConfig()),
         optimizer=mj.AdamWConfig(weight_decay=0.1),

@@ -83,4 +83,5 @@ def _model(
         stack=mj.StackConfig(pattern=(block,), repeats=layers),
         norm=norm,
         init_std=0.02,
+        family="olmo2",
     )

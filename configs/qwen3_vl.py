@@ -6,6 +6,7 @@ synthetic shapes from random weights.
 
 Data:     data/conversations.jsonl with "image" (a path, or a list) and "messages" or "conversations"
 Plan:     python -m megajax.plan --config=qwen3_vl.py --devices=h100:8
+Prepare:  hf download Qwen/Qwen3-VL-4B-Instruct --local-dir models/Qwen3-VL-4B-Instruct
 Run:      python -m megajax.train --config=qwen3_vl.py \
               --checkpoint.weights='[{hf: models/Qwen3-VL-4B-Instruct}]'
 Laptop:   python -m megajax.train --config=qwen3_vl.py:debug

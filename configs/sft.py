@@ -3,7 +3,9 @@
 A function per model, with a debug twin in tiny sizes; `_tuned` makes one of any model. docs/tuning.md has a first
 tuning that needs no files, and a config for any Hugging Face folder.
 
-Prepare:  the model's Hugging Face folder as models/NAME, conversations as data/chats.jsonl (docs/data.md)
+Prepare:  hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct
+          hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B
+          conversations as data/chats.jsonl (docs/data.md)
 Run:      python -m megajax.train --config=sft.py
 Laptop:   python -m megajax.train --config=sft.py:debug --devices=cpu:8
 Hardware: 8 GPUs with 80 GB; not run on GPUs yet
@@ -54,7 +56,7 @@ def _tuned(name: str, model: mj.DecoderConfig, folder: str) -> mj.RunConfig:
     return mj.RunConfig(
         model=model,
         parallel=mj.ParallelConfig(data_sharding="fsdp"),
-        data=mj.ChatConfig(paths=("data/chats.jsonl",), split="98,2,0", template=f"{folder}/tokenizer_config.json"),
+        data=mj.ChatConfig(paths=("data/chats.jsonl",), split="98,2,0"),
         tokenizer=mj.HuggingFaceTokenizerConfig(path=folder),
         optimizer=mj.AdamWConfig(beta2=0.95, weight_decay=0.0),
         schedule=mj.ScheduleConfig(lr=1e-5, min_lr=1e-6, warmup_fraction=0.03),

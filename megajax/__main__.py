@@ -1,6 +1,6 @@
 """The command `megajax`: `megajax VERB ...` is `python -m megajax.VERB ...`, and `megajax` alone lists the verbs.
 
-A verb is a module of megajax/ or megajax/tools/ that runs as a program; the start of its docstring describes it. The
+A verb is a module of one of `FOLDERS` that runs as a program; the start of its docstring describes it. The
 modules are parsed, not imported, so the list is quick and needs no other package.
 """
 
@@ -15,10 +15,10 @@ from megajax import __version__
 from megajax.command_line.parser import front_door
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
-from megajax.config.overrides import plain_name
+from megajax.config.settings_tree import plain_name
 
 HOME = Path(__file__).parent
-FOLDERS = ("", "tools")
+FOLDERS = ("", "interop/megatron", "tools")
 PROGRAM = '\nif __name__ == "__main__":\n'
 """Text in every module that runs as a program."""
 ORDER = ("train", "evaluate", "preprocess", "plan", "launch", "report", "doctor")
@@ -33,6 +33,7 @@ OTHER_NAMES = {
     "plan": "estimate estimate_memory",
     "serve": "server api",
     "doctor": "env check",
+    "interop.megatron.args": "megatron_args tools.megatron_args",
 }
 """Verb -> what other programs call it."""
 
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def verbs() -> Mapping[str, str]:
-    """Verb -> a short description; verbs of megajax/ first, then `tools.NAME`."""
+    """Verb -> a short description; verbs of megajax/ first, then those of its folders, such as `tools.NAME`."""
     summaries = {}
     for folder in FOLDERS:
         for path in sorted((HOME / folder).glob("*.py")):
@@ -59,7 +60,7 @@ def verbs() -> Mapping[str, str]:
             if path.stem.startswith("_") or PROGRAM not in text:
                 continue
             line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-            summaries[".".join(filter(None, (folder, path.stem)))] = re.split(r"[:.;](?:\s|$)", line)[0]
+            summaries[".".join((*folder.split("/"), path.stem)).lstrip(".")] = re.split(r"[:.;](?:\s|$)", line)[0]
     return {name: summaries[name] for name in (*ORDER, *(name for name in summaries if name not in ORDER))}
 
 
@@ -77,7 +78,8 @@ def _answer(argv: list[str]) -> int:
             print(f"megajax {__version__}")
         case [name, *rest]:
             joined = ".".join(map(plain_name, (name, *rest[:1])))
-            other = next((verb for verb, words in OTHER_NAMES.items() if plain_name(name) in words.split()), joined)
+            names = {plain_name(name), joined}
+            other = next((verb for verb, words in OTHER_NAMES.items() if names & {*words.split()}), joined)
             hint = f"did you mean {other}?" if other in summaries else did_you_mean(name, summaries)
             raise UserError(f"megajax: no verb {name}\n    {hint or 'the verbs are ' + ', '.join(summaries)}")
     return 0

@@ -2,15 +2,17 @@
 
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from megajax.command_line.devices import use_devices
+from megajax.command_line.device_flags import use_devices
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.bounds import Count
 from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError
-from megajax.config.file_paths import PathText, StoredText
+from megajax.config.paths_and_store_urls import PathText, StoredText
 from megajax.interop.conversion_flags import Progress, flag_problems, reading_of
-from megajax.interop.origin import IGNORE_FLAG, TRUST_FLAG
+from megajax.interop.weights.origin import IGNORE_FLAG, TRUST_FLAG
 
 DESCRIPTION = """Convert weights between formats. They are streamed: memory need not hold them.
 
@@ -26,7 +28,7 @@ DESCRIPTION = """Convert weights between formats. They are streamed: memory need
 A folder is written under a temporary name and renamed when it is complete. Nothing is downloaded."""
 FLAGS = (
     Flag("from", StoredText | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
-    Flag("to", PathText, required=True, help="a new folder: a run's, hf:DIR, megatron:DIR or peft:DIR"),
+    Flag("to", PathText | None, help="must be given: a new folder: a run's, hf:DIR, megatron:DIR or peft:DIR"),
     Flag("dtype", str | None, help="float32, bfloat16 or float16; default: float32 for runs, otherwise unchanged"),
     Flag("verify", help="read the result back and compare all of it"),
     Flag(
@@ -41,7 +43,7 @@ FLAGS = (
     Flag("average-last", int | None, help="average this number of the newest steps of --from"),
     Flag("family", str | None, help="model family to write: llama, …; local for megatron:; default: a lossless one"),
     Flag("shard-size", float, 5.0, help="maximum GB of a safetensors file"),
-    Flag("vocabulary", int | None, help="number of tokens, if a Megatron-LM checkpoint has only the padded number"),
+    Flag("vocabulary", Count | None, help="number of tokens, if a Megatron-LM checkpoint has only the padded number"),
     Flag("quantize", str | None, help="store weight matrices in int8, fp8, fp8_blocks, mxfp8, int4, nf4 or nvfp4"),
     Flag("group", int | None, help="inputs per scale; default: 128 in int4, 64 in nf4"),
     Flag("double", bool, False, help="store the scales of int4 or nf4 in 8 bits"),
@@ -68,13 +70,17 @@ def main(argv: list[str]) -> int:
         resolve(f"megajax.interop.conversion:{name}") for name in ("open_source", "options", "write", "verify")
     )
     source = flags["from"], flags["average"], flags["average_last"]
-    stored = open_source(*source, reading_of(flags), merge=flags["merge"])
+    reading = reading_of(flags)
+    stored = open_source(*source, reading, merge=flags["merge"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"], flags["base"] or "")
     before, calibration, text = stored, None, None
     if flags["quantize"]:
         if flags["compare"] is not None:  # before anything is written
-            text = flags["compare"], resolve("megajax.tools.quantization:read_rows")(stored, flags["compare"])
-        stored, calibration = resolve("megajax.tools.quantization:quantize")(stored, flags)
+            text = (
+                flags["compare"],
+                resolve("megajax.interop.quantization.quantized_copy:read_rows")(stored, flags["compare"]),
+            )
+        stored, calibration = resolve("megajax.interop.quantization.quantized_copy:quantize")(stored, flags)
     with Progress(sys.stderr, stored.elements(), "converting") as progress:
         lines = write(stored, flags["to"], settings, progress)
     print(*lines, progress.total(), sep="\n")
@@ -83,8 +89,9 @@ def main(argv: list[str]) -> int:
             line = verify(stored, flags["to"], settings, progress)
         print(line, progress.total(), sep="\n")
     if flags["quantize"]:
-        report = resolve("megajax.tools.quantization:report")
-        print(*report(before, calibration, flags["to"], text), sep="\n")
+        report = resolve("megajax.interop.quantization.quantized_copy:report")
+        quantized = open_source(flags["to"], reading=replace(reading, base=None))
+        print(*report(before, quantized, Path(flags["to"]), calibration, text), sep="\n")
     return 0
 
 

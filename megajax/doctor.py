@@ -24,13 +24,9 @@ def main(argv: list[str]) -> int:
         UserError: for anything the user has to change.
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
-    joint = (
-        resolve("megajax.reporting.machine_checks.examine:joint_checks")(flags["init_timeout"])
-        if flags["before_run"]
-        else ()
-    )
+    joint = resolve("megajax.machine.examine:joint_checks")(flags["init_timeout"]) if flags["before_run"] else ()
     try:
-        examine = resolve("megajax.reporting.machine_checks.examine:examine")
+        examine = resolve("megajax.machine.examine:examine")
         return examine(flags["run_dir"], as_json=flags["json"], joint=joint)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

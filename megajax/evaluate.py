@@ -7,17 +7,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.command_line.parser import PROCESS_FLAGS, REPLICA_FLAGS, Flag, front_door, parse, replica_problems
+from megajax.config.bounds import Count
 from megajax.config.class_references import resolve
+from megajax.config.config_files import Source
 from megajax.config.errors import ConfigError, Problem
-from megajax.config.files import Source
 from megajax.data.text.config import MockConfig
 from megajax.display.text import duration
-from megajax.interop.origin import IGNORE_FLAG, MODEL_FLAGS, TRUST_FLAG, demand_folder, run_config, run_folder
-from megajax.mesh.processes.identity import find_identity
-from megajax.mesh.processes.ray_pool import RayPool
-from megajax.mesh.processes.worker_pools import deferred_interrupts, in_order
-from megajax.mesh.xla_options import set_process
+from megajax.interop.weights.formats import split_name
+from megajax.interop.weights.origin import (
+    IGNORE_FLAG,
+    MODEL_FLAGS,
+    TRUST_FLAG,
+    folder_model,
+    origin_of,
+    run_config,
+    run_folder,
+)
 from megajax.models.protocol import demand_causal
+from megajax.processes.identity import find_identity
+from megajax.processes.ray_cluster import RayPool
+from megajax.processes.worker_pools import deferred_interrupts, in_order
+from megajax.processes.xla_options import set_process
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig
 
@@ -40,7 +50,7 @@ FLAGS = (
     Flag("include-path", Path | None, help="a folder with YAML files of lm-eval's tasks"),
     Flag("output", Path | None, help="folder of results.json and cached answers; default: the run's folder"),
     Flag("cache", bool, True, help="cache answers, so that an interrupted evaluation can resume"),
-    Flag("rows", int | None, help="full rows per device at a time; default: the run's batch.micro_size"),
+    Flag("rows", Count | None, help="full rows per device at a time; default: the run's batch.micro_size"),
     *REPLICA_FLAGS,
     *PROCESS_FLAGS,
 )
@@ -48,11 +58,11 @@ PARTS = 4
 """Parts of the work for each replica: a lost one costs the less."""
 
 
-class Inputs(NamedTuple):
+class EvaluateCommand(NamedTuple):
     """What a command line asks for."""
 
     flags: Mapping[str, Any]
-    config: Any
+    config: EvaluatedConfig
     evaluation: Any
 
 
@@ -62,43 +72,45 @@ def main(argv: list[str]) -> int:
     flags, config, evaluation = inputs
     if flags["ray"] is not None:
         return evaluate_on_ray(argv, inputs)
-    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
+    start, finish = (resolve(f"megajax.processes.start:{name}") for name in ("start", "finish"))
     equal = {name: flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows", "ignore")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     # Compiled programs that the log does not record are deleted at the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
-        code = resolve("megajax.tasks.command:evaluate")(config, evaluation, weights(flags))
+        code = resolve("megajax.tasks.evaluate_command:evaluate")(config, evaluation, weights(flags))
     finish()
     return code
 
 
-def read(argv: list[str]) -> Inputs:
+def read(argv: list[str]) -> EvaluateCommand:
     """The settings and tasks of a command line."""
     command = parse(argv, verb="evaluate", flags=FLAGS, description=DESCRIPTION, root=EvaluatedConfig, base=base)
     flags, config = command.flags, command.config
     set_process(config.xla)
     tasks = config.evaluation.tasks
     if flags["tasks"] is not None or not tasks:
-        tasks = resolve("megajax.tasks.command:parse_tasks")(flags["tasks"] or "", flags["include_path"])
-    source = flags["run"] or Path(f"hf:{flags['hf']}")
+        tasks = resolve("megajax.tasks.evaluate_command:parse_tasks")(flags["tasks"] or "", flags["include_path"])
+    source = Path(origin_of(flags)[0])
     output = flags["output"] or (run_folder(flags["run"]) if flags["run"] else Path())
-    evaluation = resolve("megajax.tasks.command:Evaluation")(source, tasks, output, flags["cache"], flags["rows"])
-    return Inputs(flags, config, evaluation)
+    evaluation = resolve("megajax.tasks.evaluate_command:Evaluation")(
+        source, tasks, output, flags["cache"], flags["rows"]
+    )
+    return EvaluateCommand(flags, config, evaluation)
 
 
 def weights(flags: Mapping[str, Any]) -> Any:
     """What loads the weights."""
-    return partial(resolve("megajax.job.start.stored_weights:all_weights"), ignore=flags["ignore"])
+    return partial(resolve("megajax.interop.weights.fit:all_weights"), ignore=flags["ignore"])
 
 
-def evaluate_on_ray(argv: list[str], inputs: Inputs) -> int:
+def evaluate_on_ray(argv: list[str], inputs: EvaluateCommand) -> int:
     """Let replicas on a Ray cluster score parts of all tasks, then each task, with the answers of all parts."""
     flags, evaluation, started = inputs.flags, inputs.evaluation, time.monotonic()
     names = [task.name for task in evaluation.tasks]
     # As a script, this module has a name that means another one to the replicas.
     score, figures = (resolve(f"megajax.evaluate:{name}") for name in ("score_part", "figures_of"))
-    progress, count = resolve("megajax.tasks.command:Progress")(), 0
+    progress, count = resolve("megajax.tasks.evaluate_command:TaskProgress")(), 0
     progress.start("parts of the tasks")
     results, content = {}, {}
     pool = RayPool(flags["ray"], flags["replicas"], flags["replica_gpus"])
@@ -113,7 +125,7 @@ def evaluate_on_ray(argv: list[str], inputs: Inputs) -> int:
             progress(count + len(results), parts + len(names))
     progress.clear()
     how = f"{pool.workers} replicas of {content['devices']} devices, {duration(time.monotonic() - started)}"
-    resolve("megajax.tasks.command:report")(results, content, how, evaluation)
+    resolve("megajax.tasks.evaluate_command:report")(results, content, how, evaluation)
     return 0
 
 
@@ -123,8 +135,8 @@ def evaluator(argv: tuple[str, ...]) -> Any:
     flags, config, evaluation = read(list(argv))
     resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
     resolve("megajax.job.compile_log:CompileLog")(lambda message: None).__enter__()  # as long as the process lives
-    progress = resolve("megajax.tasks.command:Progress")(visible=False)
-    return resolve("megajax.tasks.command:Evaluator")(config, evaluation, weights(flags), progress)
+    progress = resolve("megajax.tasks.evaluate_command:TaskProgress")(visible=False)
+    return resolve("megajax.tasks.evaluate_command:Evaluator")(config, evaluation, weights(flags), progress)
 
 
 def score_part(argv: tuple[str, ...], part: int, parts: int) -> None:
@@ -139,10 +151,7 @@ def figures_of(argv: tuple[str, ...], name: str) -> tuple[Any, dict[str, Any]]:
 
 def base(flags: Mapping[str, Any]) -> Source:
     """The config of the run or folder. Raises UserError if there is none."""
-    run, folder = flags["run"], flags["hf"]
-    if (run is None) == (folder is None):
-        message = "must be given, or --hf=DIR" if run is None else f"is given, and --hf={folder} as well"
-        raise ConfigError([Problem("--run", message, "name one model")], "command line")
+    name, reading = origin_of(flags)
     problems = replica_problems(flags)
     if flags["ray"] is not None and not flags["cache"]:
         problems.append(Problem("--cache", "is false, but replicas exchange their answers by it", "remove one of them"))
@@ -152,10 +161,10 @@ def base(flags: Mapping[str, Any]) -> Source:
         raise ConfigError(
             [Problem("--include-path", "needs a task lm-eval:NAME, but --tasks has none")], "command line"
         )
-    demand_folder(flags["ignore"], folder)
-    if folder is not None:
-        return Source(f"hf:{folder}", folder_config(folder, flags["ignore"]))
-    return run_config(run, EvaluatedConfig, trusted=flags["trust_code"])
+    library, folder = split_name(name)
+    if library:
+        return Source(name, folder_config(folder, reading.ignore))
+    return run_config(folder, EvaluatedConfig, trusted=reading.trusted)
 
 
 def folder_config(folder: Path, ignore: Sequence[str] = ()) -> EvaluatedConfig:
@@ -163,10 +172,8 @@ def folder_config(folder: Path, ignore: Sequence[str] = ()) -> EvaluatedConfig:
 
     Raises UserError for a folder without a model, unsupported settings, or a model that is not a causal language model.
     """
-    model = resolve("megajax.interop.huggingface.folder:read_model")(folder, ignore).model
+    model, tokenizer = folder_model(folder, ignore)
     demand_causal(model, f"--hf={folder}: ")
-    read_config = resolve("megajax.interop.tokenizer_files:tokenizer_config")
-    tokenizer = read_config([path.name for path in folder.iterdir()], folder, None, folder)
     if isinstance(tokenizer, NullTokenizerConfig):
         tokenizer = HuggingFaceTokenizerConfig(path=str(folder))  # its error says which file is missing
     return EvaluatedConfig(model=model, data=MockConfig(), tokenizer=tokenizer)

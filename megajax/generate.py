@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from megajax.command_line.parser import PROCESS_FLAGS, REPLICA_FLAGS, Flag, front_door, parse, replica_problems
 from megajax.config.class_references import resolve
+from megajax.config.config_files import Source
 from megajax.config.errors import ConfigError, Problem
-from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
-from megajax.interop.origin import MODEL_FLAGS, generation_config, origin_of
-from megajax.mesh.processes.identity import find_identity
-from megajax.mesh.processes.ray_pool import RayPool
-from megajax.mesh.processes.worker_pools import deferred_interrupts, in_order, parts_of
-from megajax.mesh.xla_options import set_process
+from megajax.interop.weights.origin import MODEL_FLAGS, generation_config, origin_of
+from megajax.processes.identity import find_identity
+from megajax.processes.ray_cluster import RayPool
+from megajax.processes.worker_pools import deferred_interrupts, in_order, parts_of
+from megajax.processes.xla_options import set_process
 
 DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a key-value cache.
 
@@ -43,7 +43,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-class Inputs(NamedTuple):
+class GenerateCommand(NamedTuple):
     """What a command line asks for."""
 
     flags: Mapping[str, Any]
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         answer_on_ray(argv, inputs)
         return 0
     set_process(config.xla)
-    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
+    start, finish = (resolve(f"megajax.processes.start:{name}") for name in ("start", "finish"))
     equal = {name: flags[name] for name in ("run", "hf", "adapter", "ignore", "prompts", "chat")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     # Compiled programs that the log does not record are deleted at the next start.
@@ -79,37 +79,41 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def read(argv: list[str]) -> Inputs:
+def read(argv: list[str]) -> GenerateCommand:
     """The settings and prompts of a command line."""
     command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
     flags, config = command.flags, command.config
     sampling = sampling_of(flags)
-    prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
+    prompts = (
+        resolve("megajax.inference.prompt_and_answer_files:read_prompts")(flags["prompts"])
+        if flags["prompts"]
+        else None
+    )
     # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
     config = replace(config, inference=replace(config.inference, rows=rows))
-    return Inputs(flags, config, sampling, prompts)
+    return GenerateCommand(flags, config, sampling, prompts)
 
 
-def open_engine(inputs: Inputs) -> tuple[Any, Any]:
+def open_engine(inputs: GenerateCommand) -> tuple[Any, Any]:
     """The loaded model and its engine, in each process."""
     resolve("megajax.job.start.compile_cache:use_cache")(inputs.config.xla)
-    loaded = resolve("megajax.interop.loading:load")(inputs.config, origin_of(inputs.flags))
+    loaded = resolve("megajax.interop.loading:load")(inputs.config, *origin_of(inputs.flags))
     return loaded, resolve("megajax.interop.loading:start_engine")(loaded, queue=inputs.config.inference.rows)
 
 
-def session_of(inputs: Inputs, loaded: Any, engine: Any) -> Any:
+def session_of(inputs: GenerateCommand, loaded: Any, engine: Any) -> Any:
     """What answers prompts with a loaded model."""
     session = resolve("megajax.inference.terminal:Session")
     return session(engine, loaded.tokenizer, loaded.conversation, inputs.sampling, loaded.where)
 
 
-def answer_on_ray(argv: list[str], inputs: Inputs) -> None:
+def answer_on_ray(argv: list[str], inputs: GenerateCommand) -> None:
     """Let replicas on a Ray cluster answer parts of the prompts."""
     flags, words = inputs.flags, tuple(argv)
     # As a script, this module has a name that means another one to the replicas.
     find_keys, find_answers = (resolve(f"megajax.generate:{name}") for name in ("keys_of_prompts", "answers_of_part"))
-    progress = resolve("megajax.tasks.command:Progress")(visible=flags["output"] is not None)
+    progress = resolve("megajax.tasks.evaluate_command:TaskProgress")(visible=flags["output"] is not None)
     progress.start("prompts")
     pool = RayPool(flags["ray"], flags["replicas"], flags["replica_gpus"])
     with deferred_interrupts() as handle_pending, pool:
@@ -121,7 +125,7 @@ def answer_on_ray(argv: list[str], inputs: Inputs) -> None:
                 yield from part
 
         show = resolve("megajax.inference.terminal:Screen")().write
-        write = resolve("megajax.inference.prompts:write_answers")
+        write = resolve("megajax.inference.prompt_and_answer_files:write_answers")
         write(flags["output"], inputs.sampling.n, keys, answers, show, progress)
     progress.clear()
 
@@ -153,7 +157,7 @@ def answer(session: Any, flags: Mapping[str, Any], prompts: Sequence[Any] | None
     if flags["chat"]:
         session.chat(input, live=sys.stdin.isatty())
     elif prompts is not None:
-        progress = resolve("megajax.tasks.command:Progress")(visible=flags["output"] is not None)
+        progress = resolve("megajax.tasks.evaluate_command:TaskProgress")(visible=flags["output"] is not None)
         progress.start("prompts")
         session.answer_all(prompts, flags["output"], progress)
         progress.clear()
@@ -175,8 +179,8 @@ def base(flags: Mapping[str, Any]) -> Source:
     if flags["output"] is not None and flags["prompts"] is None:
         problems.append(Problem("--output", "needs --prompts=FILE"))
     sampling = sampling_of(flags)
-    for name in ("logprobs", "prompt_logprobs") if flags["output"] is None else ():
-        if getattr(sampling, name) is not None:
+    for name, value in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if value is not None and flags["output"] is None:
             problems.append(Problem(f"--{name.replace('_', '-')}", "is only written to files", "set --output as well"))
     problems += replica_problems(flags)
     if flags["ray"] is not None and flags["prompts"] is None:
@@ -187,7 +191,8 @@ def base(flags: Mapping[str, Any]) -> Source:
         problems.append(Problem("--chat", f"a turn has one answer, but {sampling.choices()} are requested"))
     if problems:
         raise ConfigError(problems, "command line")
-    return generation_config(origin_of(flags), GenerationConfig)
+    name, reading = origin_of(flags)
+    return generation_config(name, GenerationConfig, reading)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.bounds import Count, Index, NotNegative
 from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.faults.unfailing_output import keep_writing
-from megajax.launcher.gang import Gang
-from megajax.launcher.gang_watch import Limits
+from megajax.launcher.gang import Gang, Port
+from megajax.launcher.gang_watch import HangLimits, Timeout
 from megajax.launcher.restarts import RestartConfig
 from megajax.launcher.supervisor import Supervision, run
-from megajax.mesh.processes.gpus import installed_gpus, visible_gpus
+from megajax.processes.gpus import installed_gpus, visible_gpus
 
 DESCRIPTION = """Start several processes of one program on this machine, by default one for each GPU, connected over its
 loopback address; with --machines, a part of the processes of a run on several machines. If one fails, the others are
@@ -28,21 +29,21 @@ FILES_PER_PROCESS = 4
 """Open files of the launcher for each process: two pipes, and their other ends while the process starts."""
 
 FLAGS = (
-    Flag("processes", int | None, help="number of processes; default: one for each visible GPU"),
-    Flag("devices-per-process", int | None, help="default: one CPU device, or an equal share of the visible GPUs"),
-    Flag("machines", int, 1, help="number of machines of the run, each with this launcher and as many processes"),
+    Flag("processes", Count | None, help="number of processes; default: one for each visible GPU"),
+    Flag("devices-per-process", Count | None, help="default: a CPU device, or an equal share of the visible GPUs"),
+    Flag("machines", Count, 1, help="number of machines of the run, each with this launcher and as many processes"),
     Flag("machine", int | None, help="index of this machine, from 0; default: JOB_COMPLETION_INDEX of Kubernetes"),
     Flag("coordinator", str | None, help="with --machines: HOST:PORT of machine 0, for the processes of all machines"),
     Flag("log-dir", Path | None, help="write the output of each process to process_N.log in this folder, not here"),
-    Flag("coordinator-port", int | None, help="port at which the processes connect; default: a free port"),
-    Flag("max-restarts", int, 0, help="maximum number of restarts after failures that a restart may fix"),
-    Flag("backoff", float, 1.0, help="seconds before a restart, doubled each time until a new checkpoint is saved"),
-    Flag("max-backoff", float, 60.0, help="maximum seconds before a restart"),
+    Flag("coordinator-port", Port | None, help="port at which the processes connect; default: a free port"),
+    Flag("max-restarts", Index, 0, help="maximum number of restarts after failures that a restart may fix"),
+    Flag("backoff", NotNegative, 1.0, help="seconds before a restart, doubled each time until a checkpoint is saved"),
+    Flag("max-backoff", NotNegative, 60.0, help="maximum seconds before a restart"),
     Flag("min-processes", int | None, help="drop processes that keep failing, down to this number; default: never"),
-    Flag("watchdog-timeout", float | None, help="seconds without progress of any process: a hang; default: no limit"),
+    Flag("watchdog-timeout", Timeout | None, help="seconds without progress of any process: a hang; default: no limit"),
     Flag(
         "beat-timeout",
-        float | Literal["auto"] | None,
+        Timeout | Literal["auto"] | None,
         "auto",
         help="seconds without a heartbeat of a process: a hang; auto: 60, 300 with --scheduler; none: no limit",
     ),
@@ -88,8 +89,8 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
     )
     restarts = RestartConfig(**{name: flags[name] for name in FIELDS})
     beat = (300.0 if scheduler else 60.0) if flags["beat_timeout"] == "auto" else flags["beat_timeout"]
-    limits = Limits(beat=beat, progress=flags["watchdog_timeout"])
-    problems += [*gang.problems(processes), *restarts.problems(gang.processes), *limits.problems()]
+    limits = HangLimits(beat=beat, progress=flags["watchdog_timeout"])
+    problems += [*gang.problems(processes), *restarts.problems(gang.processes)]
     if scheduler and restarts.min_processes is not None:
         problems.append(Problem("--min-processes", "has no effect with --scheduler"))
     if gang.machines > 1 and restarts.max_restarts:
@@ -111,9 +112,8 @@ def main(argv: list[str], devices: Path = Path("/dev")) -> int:
 def _ray_problems(flags: Mapping[str, Any]) -> list[Problem]:
     """Problems of flags with --ray."""
     problems = [Problem("--scheduler", "has no meaning with --ray", "remove one of them")] if flags["scheduler"] else []
-    if (processes := flags["processes"]) is None or processes < 1:
-        message = "must be given with --ray" if processes is None else f"must be at least 1, got {processes}"
-        problems.append(Problem("--processes", message, "the number of processes on all machines"))
+    if flags["processes"] is None:
+        problems.append(Problem("--processes", "must be given with --ray", "the number of processes on all machines"))
     return problems
 
 
@@ -145,7 +145,7 @@ def _one_for_each_gpu(share: int, devices: Path) -> int | None:
     return processes
 
 
-def _record(path: Path, name: str, **fields: Any) -> None:
+def _record(path: Path, name: str, **fields: object) -> None:
     """Append to events.jsonl. Its module is imported only after a failure."""
     resolve("megajax.metrics.event_log:append_event")(path, name, **fields)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from megajax.command_line.parser import Flag, front_door, parse
+from megajax.config.bounds import Count, Index, Positive
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.overrides import plain_name
+from megajax.config.settings_tree import plain_name
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print
@@ -23,24 +24,20 @@ tick, what share of the time stages wait (the bubble), and how many activations 
 PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into this file (extra plot)")
 FLAGS = (
     Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
-    Flag("gpus-per-node", int | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
+    Flag("gpus-per-node", Count | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
     Flag("audit", help="of a compiled plan: bytes through memory, by class of kernel"),
     Flag("formula", help="compile nothing: memory, traffic and speed by formulas"),
     Flag("search", help="find the fastest layout; settings given on the command line stay"),
-    Flag(
-        "compile",
-        int | None,
-        help="of a search: layouts to compile; 3 with the extra aot, else 0",
-    ),
+    Flag("compile", Index | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
     Flag("out", Path | None, help="of a search: write the best into this YAML file, a config based on --config"),
     Flag("serve", help="text generation: tokens of cache beside the weights, and a bound of its speed"),
-    Flag("context", int | None, help="with --serve: tokens of a request; the model's sequence_length unless given"),
+    Flag("context", Count | None, help="with --serve: tokens of a request; the model's sequence_length unless given"),
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
     Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
     Flag("device-file", Path | None, help="with --formula: YAML file that describes another device"),
     Flag("calibration", Path | None, help="constants measured by `benchmarks calibrate`, instead of the defaults"),
-    Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
-    Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
+    Flag("nvlink", Positive | None, help="GB/s from a GPU to others of its node, one direction"),
+    Flag("network", Positive | None, help="GB/s from a GPU to other nodes, one direction"),
     Flag("json", Path | None, help="also write the plan to this file"),
     PNG,
 )
@@ -76,10 +73,10 @@ def main(argv: list[str]) -> int:
             for flag in SCHEDULE_FLAGS:
                 if plain_name(flag.name) in names and flag not in FLAGS:
                     raise UserError(f"--{flag.name} needs --schedule, not --config{USAGE}")
-            words, fixed = resolve("megajax.planning.command:take_searched")(argv)
-            count = resolve("megajax.planning.command:count_devices")
+            words, fixed = resolve("megajax.planning.plan_command:take_searched")(argv)
+            count = resolve("megajax.planning.plan_command:count_devices")
             command = parse(words, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count)
-            resolve("megajax.planning.command:plan")(command, fixed, (sys.executable, "-m", "megajax.plan"))
+            resolve("megajax.planning.plan_command:plan")(command, fixed, (sys.executable, "-m", "megajax.plan"))
         case False, True:
             command = parse(argv, verb="plan", flags=SCHEDULE_FLAGS, with_config=False, description=DESCRIPTION)
             resolve("megajax.pipeline.drawing:draw")(command.flags)

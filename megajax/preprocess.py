@@ -5,7 +5,7 @@ import sys
 
 from megajax.command_line.parser import front_door
 from megajax.data.preprocessing.options import parse
-from megajax.data.preprocessing.report import Progress
+from megajax.data.preprocessing.report import PreprocessingProgress
 
 
 def main(argv: list[str]) -> int:
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     job, interval = parse(argv)
-    progress = Progress(sys.stderr, interval)
+    progress = PreprocessingProgress(sys.stderr, interval)
     try:
         result = job.build(progress)
     except KeyboardInterrupt:

@@ -8,12 +8,13 @@ from typing import Any
 
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.class_references import resolve
-from megajax.config.files import Source
+from megajax.config.config_files import Source
 from megajax.config.optional_packages import require
-from megajax.inference.server.config import Access, ServingConfig, named_folders, with_slots
-from megajax.interop.origin import MODEL_FLAGS, folder_pooling, folder_sampling, generation_config, origin_of
-from megajax.mesh.processes.identity import find_identity
-from megajax.mesh.xla_options import set_process
+from megajax.interop.weights.formats import split_name
+from megajax.interop.weights.origin import MODEL_FLAGS, folder_pooling, folder_sampling, generation_config, origin_of
+from megajax.processes.identity import find_identity
+from megajax.processes.xla_options import set_process
+from megajax.server.config import Access, Port, ServingConfig, named_folders, with_slots
 
 DESCRIPTION = """Serve the model of a run or of a Hugging Face folder over HTTP: OpenAI's routes, Megatron-LM's route,
 and a web page to try prompts.
@@ -36,7 +37,7 @@ FLAGS = (
         help="NAME=DIR,NAME=DIR: adapters that requests choose with their field model; DIR as with --adapter",
     ),
     Flag("host", str, "127.0.0.1", help="address to listen on; other than loopback addresses need --api-key-file"),
-    Flag("port", int, 5000, help="0: any free port"),
+    Flag("port", Port, 5000, help="0: any free port"),
     Flag("api-key-file", Path | None, help="file with one key per line, required by all routes but /health"),
     Flag("insecure", help="listen on any address without keys"),
     Flag("log-prompts", help="log prompts and answers too; by default neither is logged"),
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     for package in ("starlette", "uvicorn", "prometheus_client"):
         require(package, "The server")
     set_process(config.xla)
-    start, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
+    start, finish = (resolve(f"megajax.processes.start:{name}") for name in ("start", "finish"))
     equal = {name: flags[name] for name in ("run", "hf", "adapter", "ignore")}
     start(patience=flags["init_timeout"], identity=partial(find_identity, config, equal))
     # Compiled programs that the log does not record are deleted at the next start.
@@ -75,41 +76,48 @@ def main(argv: list[str]) -> int:
 def serve(config: ServingConfig, flags: Mapping[str, Any], adapters: Mapping[str, Path], processes: Any) -> int:
     """Load the model and serve it, or follow process 0 -> exit code. processes: a `Processes`."""
     access = Access(**{field.name: flags[field.name] for field in fields(Access)})
-    open_serving = resolve("megajax.inference.server.server:Serving")
+    open_serving = resolve("megajax.server.server:ReadyServer")
     serving = open_serving(config.server, access) if processes.first else None
     resolve("megajax.job.start.compile_cache:use_cache")(config.xla)
-    origin = origin_of(flags)
-    loaded = resolve("megajax.interop.loading:load")(config, origin)
-    engine = resolve("megajax.interop.loading:start_engine")(loaded, queue=config.server.queue)
+    name, reading = origin_of(flags)
+    library, folder = split_name(name)
+    hf = folder if library else None
+    loaded = resolve("megajax.interop.loading:load")(config, name, reading)
+    engine = resolve("megajax.interop.loading:start_engine")(
+        loaded, queue=config.server.queue, guide_limits=config.server.guide_limits()
+    )
     if serving is None:
         return processes.follow(engine.device)
     processes.lead(engine.device, config.server.stall_seconds)
-    reader = resolve("megajax.interop.loading:adapter_reader")(loaded, origin) if config.inference.adapters else None
-    weights = resolve("megajax.interop.loading:weight_reader")(loaded, origin) if config.server.control else None
+    adapter_reader, weight_reader = (
+        resolve(f"megajax.interop.loading:{kind}_reader") for kind in ("adapter", "weight")
+    )
+    read_adapter = adapter_reader(loaded, name, reading) if config.inference.adapters else None
+    read_weights = weight_reader(loaded, reading) if config.server.control else None
     # The engine may release its weights.
     loaded = loaded.without_weights()
-    folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
     return serving.run(
         engine,
         engine.device,
         loaded.tokenizer,
         loaded.conversation,
-        name=config.server.name or folder.resolve().name,
+        name=config.server.name or (reading.adapter or folder).resolve().name,
         where=loaded.where,
-        sampling=folder_sampling(origin.hf if config.server.generation_config else None),
+        sampling=folder_sampling(hf if config.server.generation_config else None),
         warm_up=config.inference.warm_up,
         image_fit=config.inference.image_fit,
-        pooling=folder_pooling(origin.hf),
+        pooling=folder_pooling(hf),
         adapters=adapters,
-        read_adapter=reader,
-        read_weights=weights,
+        read_adapter=read_adapter,
+        read_weights=read_weights,
         stop_asked=processes.stop_asked.is_set,
     )
 
 
 def base(flags: Mapping[str, Any]) -> Source:
     """The settings of the model. Raises ConfigError if the flags name no model, or two."""
-    return generation_config(origin_of(flags), ServingConfig)
+    name, reading = origin_of(flags)
+    return generation_config(name, ServingConfig, reading)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ import os
 import signal
 from functools import partial
 
+from megajax.command_line.device_flags import count_processes
 from megajax.command_line.parser import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.class_references import resolve
+from megajax.config.config_files import advised
 from megajax.config.errors import ConfigError
-from megajax.config.files import advised
 from megajax.faults.beats import ELASTIC, failures_reported
-from megajax.faults.unfailing_output import keep_writing
-from megajax.mesh.processes.identity import find_identity
-from megajax.mesh.xla_options import set_process
-from megajax.training.elastic.replan import elastic_hint
+from megajax.faults.unfailing_output import drop_lines, keep_writing
+from megajax.planning.replan import elastic_hint
+from megajax.processes.identity import find_identity
+from megajax.processes.xla_options import set_process
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """Train a model, resuming from its run folder if it has checkpoints. Several processes are started with
@@ -35,7 +36,9 @@ def main(argv: list[str]) -> int:
     argv = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
     set_process(command.config.xla)
-    connect, finish = (resolve(f"megajax.mesh.processes.agreement:{name}") for name in ("start", "finish"))
+    if (count_processes() or 1) > 1 and (command.devices or os.environ.get("JAX_PLATFORMS") or "").startswith("cpu"):
+        drop_lines(b"[Gloo] ")  # it reports each group of processes that it connects
+    connect, finish = (resolve(f"megajax.processes.start:{name}") for name in ("start", "finish"))
     flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
     patience, identity = command.flags["init_timeout"], partial(find_identity, command.config, flags)
     train = resolve("megajax.job.job:train")

@@ -24,15 +24,15 @@ from jax.sharding import Mesh, NamedSharding
 
 import megajax as mj
 from megajax.batch import Batch, Leaf, Params, batch_schema
-from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.command_line.parser import front_door
 from megajax.layers.param import ParamSpec, bind, initial_values, specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.reduction import LossReduction, quotient
 from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
-from megajax.optim.schedule import Schedule
+from megajax.optim.schedule import RateSchedule
 from megajax.training.gradients.accumulate import accumulate
 from megajax.training.gradients.grads import GradFn, Weights, batch_specs
 from megajax.training.gradients.staged import staged
@@ -184,7 +184,7 @@ def fresh(weights: dict[str, ParamSpec], optimizer: Optimizer) -> State:
 def train_step(
     gradients: GradFn,
     optimizer: Optimizer,
-    schedule: Schedule,
+    schedule: RateSchedule,
     shardings: State,
     during_update: dict[str, NamedSharding],
     state: State,

@@ -17,7 +17,7 @@ from megajax.layers.param import Observation, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 CHUNK = 8
 

@@ -29,7 +29,7 @@ import pytest
 from gangs import start_processes
 from jax.experimental.compilation_cache import compilation_cache
 
-from megajax.compiled.gpus import missing_packages
+from megajax.planning.compiled.devices import missing_packages
 
 __all__ = ["start_processes"]
 sys.dont_write_bytecode = False

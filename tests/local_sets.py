@@ -19,7 +19,12 @@ def like(tree: Any) -> Any:
 
 def sets(folder: Path) -> list[Path]:
     """The committed sets below folder/node, by process and step."""
-    return sorted(path.parent for path in (folder / "node").rglob("set.json"))
+    return sorted(path.parent for path in (folder / "node").rglob("manifest.json"))
+
+
+def pack_of(process: int) -> str:
+    """The file with the shards of a process."""
+    return f"arrays/process_{process}/00000.bin"
 
 
 def damage(path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from megajax.mesh.processes.peers import Peers
+from megajax.processes.peers import Peers
 
 PATIENCE = 20.0
 

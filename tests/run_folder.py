@@ -18,8 +18,8 @@ def steps(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def timeless_steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """Step -> the numbers of its line that depend on no clock."""
-    clocks = ("second", "memory", "tflops", "mfu", "phases")
+    """Step -> the numbers of its line that depend on no clock, and not on how often the run was started."""
+    clocks = ("second", "memory", "tflops", "mfu", "phases", "time", "clock", "attempt")
     return {
         step: {name: value for name, value in line.items() if not any(clock in name for clock in clocks)}
         for step, line in steps(folder).items()

@@ -397,3 +397,17 @@ def train(
         padding = max(padding, in_order(program, arrays)[1], key=_nan_first)
     losses, norms = np.array(reported).reshape(steps, 2).T
     return Trained(losses, norms, gradients, padding, state, seconds, program=program, **evaluations)
+
+
+def losses_of_steps(program: Program) -> list[float]:
+    """Loss and gradient norm of two steps from fresh weights."""
+    state, results = program.fresh_state()(), []
+    like = program.batch_like()
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        arrays = {name: rng.integers(0, 2, leaf.shape).astype(leaf.dtype) for name, leaf in like.items()}
+        batch = {name: jax.device_put(array, like[name].sharding) for name, array in arrays.items()}
+        with jax.set_mesh(program.mesh):
+            state, metrics = program.train_step(state, batch)
+        results += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return results

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.checkpoint import arrays
+from megajax.checkpoint import array_serialization
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader
 
@@ -30,7 +30,7 @@ def checkpoint(*, megabytes: int = 500, repeats: int = 4, folder: Path | None = 
     shape = (rows, megabytes * 1_000_000 // 4 // rows // count // 8 * 8)
     state = {f"array{n}": jax.device_put(rng.standard_normal(shape, np.float32), saved) for n in range(count)}
     like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=resharded) for name, leaf in state.items()}
-    plain_context = arrays._context
+    plain_context = array_serialization._context
 
     def with_zstd(partial: bool = False) -> Any:
         context = plain_context()
@@ -40,11 +40,11 @@ def checkpoint(*, megabytes: int = 500, repeats: int = 4, folder: Path | None = 
     with tempfile.TemporaryDirectory(dir=folder) as place:
         save = time_saves(Path(place) / "plain", state, repeats)
         restore = time_restore(Path(place) / "plain", like)
-        arrays._context = with_zstd  # ty: ignore[invalid-assignment]
+        array_serialization._context = with_zstd  # ty: ignore[invalid-assignment]
         try:
             compressed = time_saves(Path(place) / "zstd", state, repeats)
         finally:
-            arrays._context = plain_context
+            array_serialization._context = plain_context
     blocking, total = (statistics.median(save[name]) for name in ("blocking_seconds", "total_seconds"))
     return {
         "state_bytes": sum(leaf.nbytes for leaf in state.values()),

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.faults.supervised_run import SMALL, SupervisedRun, alive, kill
 from benchmarks.outcome import ROOT
 from megajax.faults.activity import Activity
+from megajax.faults.pulse import Pulse
 from megajax.faults.watchdog import WatchdogConfig
-from megajax.job.faults.hang import Pulse
 
 KILL_TRIALS = ROOT / "tests/checkpoint/kill_trials.py"
 

@@ -13,12 +13,12 @@ from benchmarks.kernels.attention import AttentionCase
 from benchmarks.kernels.measure import with_gradients
 from benchmarks.outcome import rounded
 from benchmarks.stopwatch import readings_in
-from megajax.compiled.gpus import GPUS
 from megajax.kernels.attention.attention import local_device
 from megajax.kernels.attention.capability import choose
-from megajax.mesh.xla_options import FP8, GPU, compiler_options
+from megajax.planning.compiled.devices import GPUS
 from megajax.precision.fp8 import product, quantize
 from megajax.precision.matmul import terms
+from megajax.processes.xla_options import FP8, GPU, compiler_options
 
 SIZES = (
     *((rows, contracted, columns) for rows in (1024, 8192) for contracted in (1024, 8192) for columns in (1024, 8192)),
@@ -42,7 +42,7 @@ def calibrate(*, tiny: bool = False, seconds: float = 0.1) -> Iterator[dict[str,
     backward; and with several local devices, a large and a small all-gather. Inputs are random numbers, because a GPU
     is up to 13 % faster on zeros or ones, which need less power. Each call computes several products of different
     inputs, so that launch overhead does not count as the time of a small matmul. Shares are relative to data sheets
-    (compiled/gpus.py). For a device that is not listed there, the measured rates replace its peaks; add
+    (planning/compiled/devices.py). For a device that is not listed there, the measured rates replace its peaks; add
     `network` to plan with it by --device-file. --seconds: duration of the timed calls for each figure. --tiny: sizes
     for a CPU, for a quick test.
     """

@@ -12,16 +12,16 @@ from benchmarks.kernels import loss
 from benchmarks.kernels.measure import PARTS
 from benchmarks.outcome import label, rounded
 from benchmarks.roofline import Roof, roof_of
-from megajax.compiled.gpus import GPUS
 from megajax.config import load
 from megajax.config.class_references import resolve
-from megajax.kernels.attention.capability import Device
+from megajax.kernels.attention.capability import KernelDevice
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
 
 NAMES = ("h200", "h100")
-HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 28, 0))
-CPU = Device(name="cpu")
+HOPPER = KernelDevice(name="Hopper", capability=(9, 0), cudnn=(9, 28, 0))
+CPU = KernelDevice(name="cpu")
 STEPS = (*ALL, *SPEEDS)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from megajax.inference.admission import AnswerRules
 from megajax.inference.assembly import TILE, for_steps
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
@@ -25,7 +26,7 @@ from megajax.interop.conversion import open_source
 from megajax.layers.cache_spec import stored_leaves
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.precision.config import PrecisionConfig
 
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -121,7 +122,7 @@ def engine_of(
     )
     for _ in steps.compile():
         pass
-    return Engine(ModelDevice(steps, vocabulary), end_tokens=(), queue=10_000)
+    return Engine(ModelDevice(steps, vocabulary), AnswerRules(end_tokens=()), queue=10_000)
 
 
 def submit(engine: Engine, prompts: list[list[int]], answer: int = ANSWER) -> list[list[int]]:

@@ -5,9 +5,14 @@ Uses only the standard library and one connection per client, so that the client
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,20 +20,48 @@ from megajax.config.errors import UserError
 
 
 def serving_load(
-    *, url: str = "http://127.0.0.1:5000", clients: int = 64, seconds: float = 60.0, max_tokens: int = 32
+    *,
+    url: str = "http://127.0.0.1:5000",
+    clients: int = 64,
+    seconds: float = 60.0,
+    max_tokens: int = 32,
+    hard: int = 0,
+    guides: int = 0,
+    pid: int = 0,
 ) -> dict[str, Any]:
     """Many clients at once against a running server: answers and tokens per second, latency, wrong answers.
 
-    `--clients=16 --seconds=0` is a burst: each client sends one request.
+    `--clients=16 --seconds=0` is a burst: each client sends one request. `--hard=16`: so many of the clients ask for
+    guides that are expensive to compile, and only the others count. `--guides=1000 --pid=PID`: afterwards, the memory
+    of the server's process before and after so many different guides.
 
     Raises UserError if no server answers at the address.
     """
     try:
-        totals = load(url, clients=clients, seconds=seconds, max_tokens=max_tokens)
+        totals = load(url, clients=clients, seconds=seconds, max_tokens=max_tokens, hard=hard)
+        print("\n".join(totals.lines()), flush=True)
+        before = resident(pid)
+        for number in range(guides):
+            # Some are expensive.
+            body = hard_guide(number) if number % 10 == 0 else {"properties": {f"name {number}": {"type": "integer"}}}
+            load(url, clients=1, seconds=0, max_tokens=8, guide=body)
     except OSError as error:
         raise UserError(f"no server answers at {url} ({error}): start one with python -m megajax.serve") from None
-    print("\n".join(totals.lines()))
-    return totals.figures()
+    memory = {"resident_mib": before, "resident_mib_after_guides": resident(pid)} if guides else {}
+    if guides:
+        print(f"server: {before:,} MiB, after {guides:,} guides {memory['resident_mib_after_guides']:,} MiB")
+    return totals.figures() | memory
+
+
+def hard_guide(number: int) -> dict[str, Any]:
+    """A JSON schema of a few bytes that takes seconds, or some MiB, to compile; different for each number."""
+    return {"type": "integer", "multipleOf": 399_989 - 2 * number}
+
+
+def resident(pid: int) -> int:
+    """MiB of memory of a process; 0 for none."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) if pid else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 @dataclass
@@ -82,31 +115,49 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def load(url: str, *, clients: int, seconds: float, prompt: str = "Once upon a time", max_tokens: int = 32) -> Load:
+def load(
+    url: str,
+    *,
+    clients: int,
+    seconds: float,
+    prompt: str = "Once upon a time",
+    max_tokens: int = 32,
+    hard: int = 0,
+    guide: dict[str, Any] | None = None,
+) -> Load:
     """Each client requests streams, at least one, until the time is over, and waits for its last answer.
 
-    Its prompt is `prompt` and its number.
+    Its prompt is `prompt` and its number. guide: a JSON schema of all answers; hard: so many clients have hard ones,
+    each a different one in each request, and are not counted.
     """
-    return asyncio.run(_load(url, clients, seconds, prompt, max_tokens))
+    return asyncio.run(_load(url, clients, seconds, prompt, max_tokens, hard, guide))
 
 
-async def _load(url: str, clients: int, seconds: float, prompt: str, max_tokens: int) -> Load:
-    totals, began = Load(), time.monotonic()
+async def _load(
+    url: str, clients: int, seconds: float, prompt: str, max_tokens: int, hard: int, guide: dict[str, Any] | None
+) -> Load:
+    totals, uncounted, began, numbers = Load(), Load(), time.monotonic(), count()
     end = began + seconds
-    await asyncio.gather(*(_client(url, end, f"{prompt} {number}", max_tokens, totals) for number in range(clients)))
+
+    def body(client: int) -> dict[str, Any]:
+        schema = hard_guide(next(numbers)) if client < hard else guide
+        return {"prompt": f"{prompt} {client}", "max_tokens": max_tokens} | ({"guided_json": schema} if schema else {})
+
+    hard_ones = asyncio.gather(*(_client(url, end, partial(body, number), uncounted) for number in range(hard)))
+    await asyncio.gather(*(_client(url, end, partial(body, number), totals) for number in range(hard, clients)))
     totals.seconds = time.monotonic() - began
+    await hard_ones
     return totals
 
 
-async def _client(url: str, end: float, prompt: str, max_tokens: int, totals: Load) -> None:
+async def _client(url: str, end: float, body: Callable[[], dict[str, Any]], totals: Load) -> None:
     address = urlsplit(url)
-    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
-    data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
         while True:
+            data = json.dumps(body() | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+            request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
             try:
                 await _request(reader, writer, request, totals)
             except (OSError, asyncio.IncompleteReadError):

@@ -10,7 +10,7 @@ from jax import Array
 
 from benchmarks.kernels.measure import Case
 from megajax.kernels.attention.attention import Mask, attend, reference_attention
-from megajax.kernels.attention.capability import BACKENDS, Device, Request
+from megajax.kernels.attention.capability import BACKENDS, KernelDevice, KernelRequest
 
 MASK, HALF_TILE, ONE_QUERY, FEW_HEADS, SINK, WINDOW, UNEVEN = (
     *("pytorch#196678", "cudnn-frontend#628", "cudnn-frontend#1072", "pytorch#193893", "TransformerEngine#3249"),
@@ -44,9 +44,9 @@ class AttentionCase(NamedTuple):
     """Whether each query also has a score of 0 without a value."""
     report: str | None = None
 
-    def request(self) -> Request:
+    def request(self) -> KernelRequest:
         """The request to the backend."""
-        return Request(
+        return KernelRequest(
             dtype="bfloat16",
             key_dim=self.head_dim,
             value_dim=self.value_dim,
@@ -125,7 +125,7 @@ class AttentionCase(NamedTuple):
         return attention
 
 
-def attention(on_gpu: bool, device: Device) -> list[Case]:
+def attention(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """Attention by every backend that supports it.
 
     Plain, grouped and long rows; isolated documents; a window; and full, padded and cross-attention as in BERT-large
@@ -151,7 +151,7 @@ def attention(on_gpu: bool, device: Device) -> list[Case]:
     return [candidate.case() for candidate in supported]
 
 
-def faults(on_gpu: bool, device: Device) -> list[Case]:
+def faults(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """Cases of public reports of wrong results, and similar ones, by every backend that supports them otherwise.
 
     A backend that the capability table refuses because of a report may be wrong. Without a GPU, the reference computes

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from benchmarks.kernels.measure import Case
-from megajax.kernels.attention.capability import Device
+from megajax.kernels.attention.capability import KernelDevice
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, grouped_matmul
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta, unit_length
@@ -22,7 +22,7 @@ from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.precision.block_recipes import BlockKernel
 from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8DelayedConfig, Mxfp8Config, Nvfp4Config
 from megajax.precision.fp8 import OLDEST, PerTensor
@@ -39,7 +39,7 @@ def layer_settings(hidden: int, **more: bool) -> LayerSettings:
     return LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.02, output_std=0.02, **more)
 
 
-def norm(on_gpu: bool, device: Device) -> list[Case]:
+def norm(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """RMSNorm and LayerNorm over the residual stream of 16,384 tokens."""
     tokens, hidden = (16384, 4096) if on_gpu else (64, 32)
     array = 2 * tokens * hidden
@@ -69,7 +69,7 @@ def _layer_norm(x: Array, gain: Array, bias: Array) -> Array:
     return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5) * gain[None, None] + bias[None, None]
 
 
-def matmul(on_gpu: bool, device: Device) -> list[Case]:
+def matmul(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """The matmuls of a Llama-3 8B layer on 8192 tokens, and a square one, in bfloat16 and, if supported, in 8 bits."""
     sizes = [(8192, 8192, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 2048, 8192)]
     if not on_gpu:
@@ -95,7 +95,7 @@ def _matmul(size: tuple[int, int, int], fp8: bool) -> Case:
     )
 
 
-def recipes(on_gpu: bool, device: Device) -> list[Case]:
+def recipes(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """A matmul of a Llama-3 8B layer by each recipe, by the device's kernel, against the same numbers in bfloat16.
 
     Then, where the device multiplies codes of experts, those of Qwen3-30B-A3B on one of 8 devices, in the same
@@ -150,7 +150,7 @@ def _of_bfloat16(call: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *arrays: call(*(array.astype(jnp.bfloat16) for array in arrays))
 
 
-def grouped(on_gpu: bool, device: Device) -> list[Case]:
+def grouped(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """The grouped matmul of one matrix of all experts, by every kernel that supports it.
 
     Sizes of Qwen3-30B-A3B, of DeepSeek-V3 with 32 experts on a device, and of Mixtral 8x7B. Beside each size is a dense
@@ -193,7 +193,7 @@ def _grouped(size: GroupedSizes, kernel: GroupedKernel | None) -> Case:
     )
 
 
-def state_space(on_gpu: bool, device: Device) -> list[Case]:
+def state_space(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """The recurrence of Mamba-2 in chunks of several sizes, against a sequential scan."""
     rows, length, heads, head, states = (2, 4096, 32, 64, 128) if on_gpu else (1, 32, 2, 8, 8)
     inner, io_bytes = heads * head, rows * length * 2 * (2 * heads * head + heads + 2 * states)
@@ -217,7 +217,7 @@ def state_space(on_gpu: bool, device: Device) -> list[Case]:
     return [case(chunk) for chunk in ((64, 128, 256) if on_gpu else (16,))]
 
 
-def delta_rule(on_gpu: bool, device: Device) -> list[Case]:
+def delta_rule(on_gpu: bool, device: KernelDevice) -> list[Case]:
     """Gated delta nets of Qwen3-Next and Kimi Linear in chunks, in bfloat16 and, as the reference, in float32.
 
     A sequential scan would store a state for each position.

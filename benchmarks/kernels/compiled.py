@@ -11,22 +11,22 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.virtual_gpus import compile_for, kernels, temporary_mib
-from megajax.compiled import gpus as devices
-from megajax.compiled import hlo
-from megajax.compiled.audit import audit
-from megajax.compiled.costs import Costs
-from megajax.compiled.gpus import GPUS, Cluster
-from megajax.compiled.timeline import timeline
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable, code_products, grouped_matmul
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.mesh.layout import exact
-from megajax.mesh.xla_options import FP8, GPU
+from megajax.planning.compiled import devices as devices
+from megajax.planning.compiled import hlo
+from megajax.planning.compiled.audit import audit
+from megajax.planning.compiled.devices import GPUS, Cluster
+from megajax.planning.compiled.instruction_times import InstructionTimes
+from megajax.planning.compiled.timeline import timeline
 from megajax.precision.config import MatmulConfig
 from megajax.precision.fp8 import capability_of
 from megajax.precision.matmul import Recipe, RoundedMatmul
 from megajax.precision.recipes import FIRST_WITH_BLOCKS, RECIPES, recipe_of
+from megajax.processes.xla_options import FP8, GPU
 
 DELTA_LAYER = {"length": 8192, "heads": 32, "groups": 16, "keys": 128, "size": 128}
 """Qwen3-Next's gated delta net."""
@@ -81,8 +81,8 @@ def delta_rows(quick: bool) -> Iterator[dict[str, Any]]:
         mixer = KimiDeltaConfig(heads=heads) if by_channel else GatedDeltaNetConfig(heads=heads, key_heads=groups)
         step = delta_gradients(partial(gated_delta, chunk=chunk))
         program = compile_for("h100", step, like, options=GPU)
-        contents = hlo.Program.read(program.as_text())
-        audited, costs = audit(program.as_text()), Costs(contents, {}, GPUS["h100"], 1)
+        contents = hlo.CompiledProgram.read(program.as_text())
+        audited, costs = audit(program.as_text()), InstructionTimes(contents, {}, GPUS["h100"], 1)
         yield {
             "decays": "by channel" if by_channel else "by head",
             "chunk": chunk,
@@ -167,7 +167,7 @@ def _rounding(gpu: str, cfg: MatmulConfig | None, step: Callable, like: list[Any
 
 def _casts(text: str) -> list[int]:
     """Bytes read and written by each kernel that is no matmul."""
-    program = hlo.Program.read(text)
+    program = hlo.CompiledProgram.read(text)
     entry = program.computations[program.entry]
     fused = (op for op in entry.values() if op.opcode in ("fusion", "copy", "transpose", "convert", "reduce"))
     found = []

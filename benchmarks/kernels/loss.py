@@ -22,7 +22,7 @@ from megajax.layers.embedding import vocabulary_loss
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 type Size = tuple[int, int, int]
 """Tokens, hidden size, vocabulary."""

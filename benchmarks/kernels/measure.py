@@ -14,7 +14,7 @@ from benchmarks.roofline import Roof, roof_of
 from benchmarks.stopwatch import readings_in
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.mesh.xla_options import FP8, GPU, compiler_options
+from megajax.processes.xla_options import FP8, GPU, compiler_options
 
 TOLERANCE, TOLERANCE_FP8 = 2e-2, 1e-1
 """Relative error of results and gradients against float32: bfloat16's 8 bits of precision leave 2e-3 to 1e-2, e4m3's 4

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from benchmarks.outcome import RESULTS, ROOT
-from megajax.compiled.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.config import load
 from megajax.pipeline.check import measure
 from megajax.planning.choice import Choice
+from megajax.planning.compiled.devices import GIB, GPUS, prepare, read_cluster
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.train_step import compile_train_step

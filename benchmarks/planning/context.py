@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from benchmarks.outcome import RESULTS
-from megajax.compiled.gpus import GIB, GPUS, MIB, read_cluster
-from megajax.compiled.hlo import Collective
 from megajax.config import load
+from megajax.planning.compiled.devices import GIB, GPUS, MIB, read_cluster
+from megajax.planning.compiled.hlo import Collective
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import sent_by_attention

@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Any
 
 from benchmarks.planning.compiled_peaks import EIGHT, FSDP, SELECTIVE_4, STAGES_70B, STAGES_405B, TENSOR_4
-from megajax.compiled.audit import audit
-from megajax.compiled.gpus import GIB, GPUS, prepare, read_cluster
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
+from megajax.planning.compiled.audit import audit
+from megajax.planning.compiled.devices import GIB, GPUS, prepare, read_cluster
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
 from megajax.planning.train_step import compile_train_step, exposed_by_axis, timed

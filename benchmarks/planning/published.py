@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planning.systems import MAXTEXT, MEGATRON, MEGATRON_2021, PYTORCH_FSDP, SAVE_QKV, XLA, Published
-from megajax.compiled.gpus import GPUS, Device
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mamba.config import Mamba2Config
@@ -21,8 +20,9 @@ from megajax.layers.stack.config import StackConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.hybrids.hybrid import hybrid_stack
-from megajax.models.presets.hybrids.mamba import nemotron_h
+from megajax.models.presets.hybrids.mamba_models import nemotron_h
 from megajax.models.presets.windowed import gpt_oss
+from megajax.planning.compiled.devices import GPUS, Device
 from megajax.planning.cost.description import System
 
 FILE = Path(

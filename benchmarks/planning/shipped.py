@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.outcome import RESULTS, ROOT
-from megajax.compiled.gpus import GIB, GPUS, Cluster
 from megajax.config import load
 from megajax.planning.choice import Choice, changes, settings
+from megajax.planning.compiled.devices import GIB, GPUS, Cluster
 from megajax.planning.cost.estimate import Case, Estimate
 from megajax.planning.search import Task, ranked, search
 

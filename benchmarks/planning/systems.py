@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from megajax.compiled.gpus import GPUS, Device
 from megajax.layers.recompute import PARTS, Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
+from megajax.planning.compiled.devices import GPUS, Device
 from megajax.planning.cost.description import OPERANDS, Description, System
 
 UNTUNED = 1.23

@@ -12,7 +12,7 @@ from megajax.config.errors import UserError
 from megajax.layers.moe.config import MoEConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import find_devices
-from megajax.mesh.processes.world import process_index
+from megajax.processes.world import process_index
 from megajax.training.run_config import RunConfig
 
 WAYS = ("gather", "ragged", "capacity")

@@ -17,7 +17,7 @@ from benchmarks.outcome import ROOT
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.display.banner import plain
-from megajax.interop.huggingface.format import family_for, write_model
+from megajax.interop.huggingface.format import chosen_family, write_model
 
 PACKAGES = {"torch": "torch", "transformers": "transformers", "megatron-core": "megatron.core"}
 """Peer of training/torch_peers.py -> the package that it needs."""
@@ -175,22 +175,19 @@ def write_for_transformers(model: mj.DecoderConfig, target: Path) -> Path:
     start = np.load(target.parent / "start.npz")
     target.mkdir()
     weights = Arrays({name: start[name] for name in start.files if not name.startswith("batch.")})
-    kind: Any = np.dtype(np.float32)
-    write_model(target, model, weights, family_for(model), dtype=kind, dtypes=lambda _: kind, recorded={}, names={})
+    write_model(target, model, weights, chosen_family(model)[0])
     np.savez(target / "batch.npz", **{name: start[name] for name in start.files if name.startswith("batch.")})
     return target
 
 
 class Arrays:
-    """Weights in memory, as a `megajax.checkpoint.weights.foreign.WeightSource`."""
+    """Weights in memory, as a `megajax.checkpoint.weight_source.WeightSource`."""
 
     where = "the first step"
 
     def __init__(self, arrays: dict[str, np.ndarray]):
         self._arrays = arrays
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: array.shape for name, array in self._arrays.items()}
+        self.shapes = {name: array.shape for name, array in arrays.items()}
 
     def read(self, path: str, box: Any) -> np.ndarray:
         return self._arrays[path][box]

@@ -24,15 +24,16 @@ from megajax.display.banner import plain
 from megajax.display.text import count, duration
 from megajax.job.compile_log import CompileLog
 from megajax.job.device_memory import peak_memory, size
-from megajax.kernels.attention.capability import Choice
+from megajax.kernels.attention.capability import KernelChoice
 from megajax.mesh.mesh import find_devices
-from megajax.mesh.processes.world import process_index
-from megajax.mesh.xla_options import memory_fraction
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.trace_summary import find_trace
 from megajax.models.facts import flops_of
+from megajax.planning.resolve import resolve
+from megajax.processes.world import process_index
+from megajax.processes.xla_options import memory_fraction
 from megajax.training.program import Program
-from megajax.training.resolved import Resolved, resolve
+from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
 
@@ -151,7 +152,7 @@ def program_of(cfg: RunConfig) -> Iterator[tuple[Program, Resolved]]:
     Raises ConfigError for a config that does not fit the devices.
     """
     resolved = resolve(cfg)
-    program = Program.of(resolved.cfg, resolved.mesh, resolved.options)
+    program = Program.of(resolved.cfg, resolved.mesh, resolved.options, resolved.scheduler)
     with jax.set_mesh(program.mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
         yield program, resolved
 
@@ -230,7 +231,7 @@ def memory(compiled: Any) -> dict[str, int | None]:
     return memory | {"planned_arguments": arguments, "planned_temporary": temporary, "planned_peak": peak}
 
 
-def facts(program: Program, compiled: Any, kernels: tuple[Choice, ...]) -> dict[str, Any]:
+def facts(program: Program, compiled: Any, kernels: tuple[KernelChoice, ...]) -> dict[str, Any]:
     """Sizes, settings, chosen kernels, custom calls of the compiled program, options and environment."""
     cfg, mesh = program.cfg, program.mesh
     model, device = cfg.model, mesh.devices.flat[0]

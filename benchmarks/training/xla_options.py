@@ -11,7 +11,7 @@ from benchmarks.stopwatch import LEAST, WARM_UP, readings
 from benchmarks.training.train_speed import Bench, program_of, synthetic_batch
 from megajax.config.compose import override
 from megajax.config.errors import UserError
-from megajax.training.resolved import resolve
+from megajax.planning.resolve import resolve
 from megajax.training.run_config import RunConfig
 
 REPEATED = 5

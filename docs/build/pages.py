@@ -11,7 +11,7 @@ import megajax as mj
 from megajax.command_line.help import field_texts
 from megajax.config import field_types
 from megajax.config.python_file import config_classes
-from megajax.inference.server.config import ServingConfig
+from megajax.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 from megajax.training.run_config import RunConfig
 
@@ -98,7 +98,7 @@ def _row(field: dataclasses.Field, annotation: object, text: str) -> str:
 
 def _type(annotation: object) -> str:
     """The type as in --help, with links to config classes."""
-    text = field_types.kind_text(annotation)
+    text = field_types.help_text(annotation)
     list_members = tuple(
         member for kind in field_types.lists(annotation) for member in field_types.configs(field_types.entry(kind, 0))
     )

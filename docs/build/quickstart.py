@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README, PICTURE = ROOT / "README.md", ROOT / "docs/pictures/quickstart_report.png"
-BANNER = ("parameters", "shape", "first loss", "devices ", "mesh", "tokens per step", "whole run", "precision")
+BANNER = ("parameters", "shape", "first loss", "devices ", "mesh", "rows per step", "whole run", "precision")
 FIELDS = ("learning rate: ", "lm loss: ", "grad norm: ")
 STEPS = ("1", "10", "100", "600")
 BLOCK = re.compile(r"```\n(MegaJAX\n.*?)\n```\n", re.DOTALL)
@@ -46,7 +46,7 @@ SPLITS = ("validation", "test")
 
 
 def main(folder: Path, terminal: Path) -> None:
-    sys.path.append(str(ROOT / "tests/inference/server"))
+    sys.path.append(str(ROOT / "tests/server"))
     from browser import Browser
 
     block = excerpt(terminal.read_text(encoding="utf-8"))

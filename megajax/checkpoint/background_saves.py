@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from megajax.checkpoint.step_folders import step_name
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
-from megajax.mesh.processes.peers import PartFailed, Peers
+from megajax.processes.peers import PartFailed, Peers
 from megajax.storage import disk
 from megajax.storage.stores import StoreError
 from megajax.storage.write_errors import FULL, error_number, remedy
@@ -47,13 +47,16 @@ def reason(error: BaseException, path: Path, needed: int) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     number, file = error_number(error, text), _file_of_error(error, text)
     if number is None:
-        return f"{text[:MAX_REASON_LENGTH]} ({path.parent})"
+        text = text.replace(str(path), path.name)[:MAX_REASON_LENGTH]
+        return text if str(path.parent) in text else f"{text} ({path.parent})"
     if number in FULL and (free := disk.free_bytes(path.parent)) is not None:
         available = byte_size(free + _disk_usage(path))
         line = f"{path.parent} needs {byte_size(needed)}, {available} are free ({os.strerror(number)})"
         return line if number == errno.ENOSPC else f"{line}; {remedy(number)}"
     advice = f"; {remedy(number)}" if remedy(number) else ""
-    return f"{file or path.parent}: {os.strerror(number)}{advice}"
+    # The unfinished folder is deleted; the names of its files say nothing.
+    place = path.parent if file is None or Path(file).is_relative_to(path) else file
+    return f"{place}: {os.strerror(number)}{advice}"
 
 
 def _file_of_error(error: BaseException, text: str) -> str | None:
@@ -95,7 +98,7 @@ type Background = Callable[[int], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
-class Save:
+class BackgroundSave:
     """A save in progress."""
 
     step: int
@@ -136,18 +139,18 @@ class BackgroundSaves:
         self._saves = 0
         """Saves that were begun."""
 
-    def _new_save(self, step: int, folder: Path, meta: Any, size: int, started: float) -> Save:
+    def _new_save(self, step: int, folder: Path, meta: Any, size: int, started: float) -> BackgroundSave:
         self._saves += 1
         token, number, peers = self._peers.token, self._saves, self._peers.namespace(f"save{self._saves}")
         path = folder / f"{step_name(step)}.{token}{number:04x}.saving"
-        return Save(step, f"{token}-{number}", path, meta, size, None, peers, started)
+        return BackgroundSave(step, f"{token}-{number}", path, meta, size, None, peers, started)
 
-    def _submit(self, save: Save, *, asynchronous: bool = True) -> None:
+    def _submit(self, save: BackgroundSave, *, asynchronous: bool = True) -> None:
         blocking = time.monotonic() - save.started if asynchronous else None
         self._pending.step = save.step
         self._pending.result = self._background.submit(self._finish, save, blocking)
 
-    def _finish(self, save: Save, blocking: float | None) -> SaveReport:
+    def _finish(self, save: BackgroundSave, blocking: float | None) -> SaveReport:
         """The background part of a save; runs in a thread of every process. blocking: None: all of it."""
         with self._watched(save.step):
             try:
@@ -157,19 +160,19 @@ class BackgroundSaves:
         total = time.monotonic() - save.started
         return SaveReport(save.step, total if blocking is None else blocking, total, size)
 
-    def _write(self, save: Save) -> int:
+    def _write(self, save: BackgroundSave) -> int:
         """Writes and commits a save, a stage at a time with `_on_all` -> bytes."""
         raise NotImplementedError
 
-    def _discard(self, save: Save) -> None:
+    def _discard(self, save: BackgroundSave) -> None:
         """Deletes the files of a failed save."""
         raise NotImplementedError
 
-    def _on_all[T](self, save: Save, work: Callable[[], T]) -> T:
+    def _on_all[T](self, save: BackgroundSave, work: Callable[[], T]) -> T:
         """A stage: calls `work` on all processes. Raises PartFailed on all of them if it failed on any."""
         return save.peers.on_all(work, lambda error: reason(error, save.path, save.bytes))
 
-    def _failed(self, save: Save, error: Exception) -> CheckpointError:
+    def _failed(self, save: BackgroundSave, error: Exception) -> CheckpointError:
         self._discard(save)
         text = str(error) if isinstance(error, PartFailed) else reason(error, save.path, save.bytes)
         return CheckpointError(save.step, text)
@@ -206,7 +209,7 @@ class BackgroundSaves:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from megajax.config.bounds import Bounds, Count, Index
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import StoredPath, format_prefix, store_url
+from megajax.config.paths_and_store_urls import StoredPath, format_prefix, store_url
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalConfig(Builds):
     """Checkpoints that each process writes to a folder of its machine, between those in the shared folder.
 
@@ -18,33 +19,24 @@ class LocalConfig(Builds):
     Example: `mj.CheckpointConfig(every=1000, local=mj.LocalConfig(every=50, folder="/local/run"))`
     """
 
-    target: ClassVar[str] = "megajax.checkpoint.local.manager:LocalCheckpoints"
+    target: ClassVar[str] = "megajax.checkpoint.local.local_checkpoints:LocalCheckpoints"
 
-    every: int
+    every: Count
     """Steps between local checkpoints. A step that is saved to the shared folder is not saved locally."""
     folder: Path
     """A folder of the machine: on a local disk, or below /dev/shm for host memory. Processes of a machine share it."""
-    replicas: int = 0
+    replicas: Index = 0
     """How many other processes keep a copy of a process's shards, so that they survive the loss of its machine."""
-    jump: int | None = None
+    jump: Count | None = None
     """Process k keeps copies of the shards of process k + jump; none: the number of processes of a machine, so that
     the copies are on another machine."""
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest local checkpoints to keep. Writing one needs space for one more."""
-    failures: int = 3
+    failures: Count = 3
     """After this many failed local checkpoints in a row, the attempt saves no more of them; training continues."""
 
-    def problems(self) -> list[Problem]:
-        """Problems of the settings themselves; `LocalCheckpoints` checks the folder."""
-        minimums = {"every": 1, "replicas": 0, "keep": 1, "failures": 1, "jump": 1}
-        return [
-            Problem(name, f"must be at least {minimum}, got {value}")
-            for name, minimum in minimums.items()
-            if (value := getattr(self, name)) is not None and value < minimum
-        ]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
     """Weights of another run to start from.
 
@@ -66,33 +58,33 @@ class WeightsConfig:
     other differences are errors."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Builds):
     """Saving, keeping and loading of checkpoints; `build(folder)` returns the `CheckpointManager` of a folder.
 
     Example: `mj.CheckpointConfig(every=500, keep_last=2)`
     """
 
-    target: ClassVar[str] = "megajax.checkpoint.manager:CheckpointManager"
+    target: ClassVar[str] = "megajax.checkpoint.checkpoint_manager:CheckpointManager"
 
     store: StoredPath | None = None
     """Save to this place in an object store, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, and not to the run folder, whose
     other files are copied there."""
-    every: int | None = 1000
+    every: Annotated[int, Bounds(at_least=1, hint="use none to save only at the end")] | None = 1000
     """Steps between checkpoints; none: only at the end and when the run is asked to stop."""
-    keep_last: int | None = 3
+    keep_last: Annotated[int, Bounds(at_least=1, hint="use none to keep all")] | None = 3
     """Number of newest checkpoints to keep; none: all."""
-    keep_every: int | None = None
+    keep_every: Annotated[int, Bounds(at_least=1, hint="use none to keep no step for good")] | None = None
     """Never delete checkpoints of steps that are a multiple of this; none: no such checkpoints."""
     asynchronous: bool = True
     """Write in the background: training waits only for the copy to host memory."""
     at_end: bool = True
     """Write a checkpoint after the last step."""
-    retries: int = 2
+    retries: Annotated[int, Bounds(at_least=0, hint="use 0 for no retries")] = 2
     """Number of retries of a failed save, between steps, before it counts as failed."""
-    retry_seconds: float = 10.0
+    retry_seconds: Annotated[float, Bounds(at_least=0, hint="use 0 to retry at once")] = 10.0
     """Seconds from a failed save to its first retry; doubled for each further retry."""
-    failed_saves: int | None = 2
+    failed_saves: Annotated[int, Bounds(at_least=1, hint="use none to ignore failed saves")] | None = 2
     """Exit with code 1 after this many failed saves in a row, each with its retries; none: train on to the end."""
     load: StoredPath | None = None
     """Start from another run's state: its run folder, its checkpoints folder or one step in it, in an object store too;
@@ -110,7 +102,7 @@ class CheckpointConfig(Builds):
     changed_data: Literal["refuse", "accept"] = "refuse"
     """What to do if the contents of data files or settings of `data` have changed when the run resumes: refuse, or
     accept, and compare with the new data from then on. The run continues at the next row of the new data."""
-    step: int | None = None
+    step: Annotated[int, Bounds(at_least=0, hint="use none for the newest")] | None = None
     """The step to start from, in `load` or else in the run's own folder; none: the newest intact one.
     Going back in the run's own folder sets later steps aside."""
 
@@ -129,19 +121,7 @@ class CheckpointConfig(Builds):
 
     def problems(self) -> list[Problem]:
         """Problems of the settings themselves; the manager checks the folders."""
-        problems = [
-            Problem(name, f"must be at least {minimum}, got {value}", hint)
-            for name, value, minimum, hint in (
-                ("every", self.every, 1, "use none to save only at the end"),
-                ("keep_last", self.keep_last, 1, "use none to keep all"),
-                ("keep_every", self.keep_every, 1, "use none to keep no step for good"),
-                ("retries", self.retries, 0, "use 0 for no retries"),
-                ("retry_seconds", self.retry_seconds, 0, "use 0 to retry at once"),
-                ("failed_saves", self.failed_saves, 1, "use none to ignore failed saves"),
-                ("step", self.step, 0, "use none for the newest"),
-            )
-            if value is not None and value < minimum
-        ]
+        problems = []
         if self.store is not None and store_url(self.store) is None:
             message = f"is {self.store}, which is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
             problems.append(Problem("store", message, "use none for the run folder"))
@@ -153,7 +133,7 @@ class CheckpointConfig(Builds):
             problems.append(Problem("step", message, "set load to one step, such as runs/a/checkpoints/00000100"))
         if self.load is None and self.parts == "weights":
             problems.append(Problem("parts", "is weights, but load is none", "set load"))
-        if not problems and self.every and self.keep_every and self.keep_every % self.every:
+        if self.every is not None and self.keep_every is not None and self.keep_every % self.every:
             message = f"is {self.keep_every}, which is not a multiple of every = {self.every}"
             problems.append(Problem("keep_every", message, "only steps that are saved can be kept"))
         return problems

@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint import integrity, step_folders
-from megajax.checkpoint.integrity import MANIFEST, Damaged
-from megajax.checkpoint.places import open_place
+from megajax.checkpoint import manifest, step_folders
+from megajax.checkpoint.committed_steps import open_place
+from megajax.checkpoint.manifest import MANIFEST, Damaged
+from megajax.checkpoint.object_store_steps import StoredSteps
 from megajax.checkpoint.step_folders import ARRAYS, COMMITTED_AT, META
-from megajax.checkpoint.stored_steps import StoredSteps
 from megajax.checkpoint.zarr_reader import StoredArray, StoredArrays
 from megajax.config.errors import UserError
+from megajax.config.hints import below
 from megajax.config.read_limits import DOCUMENT, parse_json
 from megajax.config.yaml_and_json import read_yaml
-from megajax.storage.folders import Folder, read_small
+from megajax.storage.folders import read_small
 from megajax.storage.stores import Store
 
 WHOLE, DAMAGED = "whole", "damaged"
@@ -39,7 +40,7 @@ COUNTERS = "counters"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepFolder:
     """A step in a checkpoints folder, committed or not."""
 
     step: int
@@ -55,7 +56,7 @@ class Step:
     faults: tuple[str, ...] = ()
 
 
-def survey(path: Path, verify: Callable[[int], bool] = lambda step: False) -> list[Step]:
+def survey(path: Path, verify: Callable[[int], bool] = lambda step: False) -> list[StepFolder]:
     """All steps of a checkpoints folder, committed and others, sorted by step. Checks file sizes.
 
     verify: whether to compare the file contents of a step with the manifest too, which reads all its files.
@@ -77,21 +78,20 @@ def survey(path: Path, verify: Callable[[int], bool] = lambda step: False) -> li
     return sorted(steps, key=lambda step: (step.step, step.name))
 
 
-def choose(path: Path, steps: list[Step], number: int | None) -> Step:
+def choose(path: Path, steps: list[StepFolder], number: int | None) -> StepFolder:
     """The step of that number, or the newest intact one. Raises UserError if it is missing or damaged."""
     intact = [step for step in steps if step.state == WHOLE]
     if number is None:
         if not intact:
-            listed = "\n".join(f"  {step.name}: {'; '.join(step.faults[:3]) or step.state}" for step in steps)
-            raise UserError(f"none of the checkpoints in {path} is intact:\n{listed}")
+            lines = [f"{step.name}: {'; '.join(step.faults[:3]) or step.state}" for step in steps]
+            raise UserError(below(f"none of the checkpoints in {path} is intact:", lines))
         return intact[-1]
     hint = f"Intact steps: {', '.join(str(step.step) for step in intact) or 'none'}."
     committed = next((step for step in steps if step.name == step_folders.step_name(number)), None)
     if committed is None:
         raise UserError(f"there is no checkpoint of step {number} in {path}.\n{hint}")
     if committed.state != WHOLE:
-        faults = "\n".join(f"  {fault}" for fault in committed.faults)
-        raise UserError(f"checkpoint step {number} in {path} is damaged:\n{faults}\n{hint}")
+        raise UserError(below(f"checkpoint step {number} in {path} is damaged:", committed.faults) + f"\n{hint}")
     return committed
 
 
@@ -102,8 +102,8 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
     """
     try:
         home = open_place(path).files(step)
-        entries = integrity.read_manifest(home)
-        meta = integrity.read_meta(home)
+        entries = manifest.read_manifest(home)
+        meta = manifest.read_meta(home)
         source = StoredArrays(home)
         config = read_yaml(str(meta.get("config", ""))) or {}
         if not isinstance(config, dict):
@@ -144,11 +144,11 @@ def _groups(arrays: Mapping[str, StoredArray]) -> dict[str, dict[str, int]]:
     return groups
 
 
-def _folders(path: Path) -> Iterator[tuple[str, Folder]]:
+def _folders(path: Path) -> Iterator[tuple[str, Path | Store]]:
     return ((entry.name, entry) for entry in path.iterdir() if entry.is_dir())
 
 
-def _stored(place: StoredSteps) -> Iterator[tuple[str, Folder]]:
+def _stored(place: StoredSteps) -> Iterator[tuple[str, Path | Store]]:
     """The commits in a store, and folders without one, as of a save."""
     folders = {name: place.folder(name) for name in place.commits()}
     yield from folders.items()
@@ -156,10 +156,10 @@ def _stored(place: StoredSteps) -> Iterator[tuple[str, Folder]]:
         yield f"{name}.saving", place.store.below(name)
 
 
-def _aside(name: str, path: Folder, step: int, state: str) -> Step:
+def _aside(name: str, path: Path | Store, step: int, state: str) -> StepFolder:
     """A folder that is not committed; its files may disappear while they are counted."""
     if isinstance(path, Store):
-        return Step(step, name, state, 0.0, 0, len(path.names()))
+        return StepFolder(step, name, state, 0.0, 0, len(path.names()))
     sizes, time = [], 0.0
     with suppress(FileNotFoundError):
         time = path.stat().st_mtime
@@ -167,20 +167,20 @@ def _aside(name: str, path: Folder, step: int, state: str) -> Step:
         for file in names:
             with suppress(OSError):
                 sizes.append((Path(root) / file).stat().st_size)
-    return Step(step, name, state, time, sum(sizes), len(sizes))
+    return StepFolder(step, name, state, time, sum(sizes), len(sizes))
 
 
-def _committed(name: str, path: Folder, step: int, verify: bool) -> Step:
+def _committed(name: str, path: Path | Store, step: int, verify: bool) -> StepFolder:
     try:
-        entries = integrity.read_manifest(path)
+        entries = manifest.read_manifest(path)
         if META not in entries:
             raise Damaged(f"{META} is not in the manifest")
     except Damaged as error:
         return replace(_aside(name, path, step, DAMAGED), verified=verify, faults=(str(error),))
-    faults = integrity.wrong_sizes(path, entries, sorted(entries))
+    faults = manifest.wrong_sizes(path, entries, sorted(entries))
     if verify:
         wrong_names = {fault.name for fault in faults}
-        faults += integrity.wrong_contents(path, entries, [name for name in sorted(entries) if name not in wrong_names])
+        faults += manifest.wrong_contents(path, entries, [name for name in sorted(entries) if name not in wrong_names])
     try:
         time = parse_json(read_small(path, COMMITTED_AT, DOCUMENT))["commit_timestamp_nsecs"] / 1e9
     except (OSError, ValueError, KeyError, TypeError):
@@ -189,11 +189,11 @@ def _committed(name: str, path: Folder, step: int, verify: bool) -> Step:
     reasons = [*map(str, faults)]
     if verify and not reasons:
         try:
-            integrity.read_meta(path)
+            manifest.read_meta(path)
         except Damaged as error:
             reasons = [str(error)]
     state = DAMAGED if reasons else WHOLE
-    return Step(step, name, state, time, size, len(entries), verify, tuple(reasons))
+    return StepFolder(step, name, state, time, size, len(entries), verify, tuple(reasons))
 
 
 def _axes(arrays: Mapping[str, StoredArray], declared: Mapping[str, list]) -> dict[str, list[str | None]]:

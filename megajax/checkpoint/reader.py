@@ -1,31 +1,26 @@
 """Finding, verifying and restoring checkpoints: read-only operations."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from megajax.checkpoint import arrays, integrity, step_folders
-from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.places import Place, locate, open_place
+from megajax.checkpoint import array_serialization, manifest, step_folders
+from megajax.checkpoint.committed_steps import Place, locate, open_place
+from megajax.checkpoint.manifest import Damaged
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
-from megajax.mesh.processes.peers import Peers
+from megajax.display.text import say
+from megajax.processes.peers import Peers
 from megajax.storage.folders import Folder
 from megajax.storage.stores import StoreError
 
 type Tree = Any
 type Meta = dict[str, Any]
-type Event = Callable[..., None]
+type EventLog = Callable[..., None]
 """Called with the name of an event and its fields, for events.jsonl."""
 
 
-def say(line: str) -> None:
-    """Prints a line for the user, on stderr."""
-    print(f"megajax: {line}", file=sys.stderr, flush=True)
-
-
-def no_event(name: str, /, **fields: Any) -> None:
+def no_event(name: str, /, **fields: object) -> None:
     """Ignores an event."""
 
 
@@ -40,7 +35,7 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, path: Path | str, *, peers: Peers | None = None, event: Event = no_event, place: Place | None = None
+        self, path: Path | str, *, peers: Peers | None = None, event: EventLog = no_event, place: Place | None = None
     ):
         """path: the checkpoints folder. place: of its steps; None: where it says that they are."""
         self.folder = Path(path).absolute()
@@ -73,7 +68,7 @@ class CheckpointReader:
         blocks: verify them now.
         None if there never was a checkpoint here. Raises UserError if there were some and all are damaged.
         """
-        steps, damaged = self._of_first(lambda: (self.steps(), self.place.damaged()))
+        steps, damaged = self._peers.of_first(lambda: (self.steps(), self.place.damaged()))
         refused = [step_folders.step_name(step) for step in sorted(self._refused)]
         newest = max([*steps, *self._refused], default=None)
         for step in reversed(steps):
@@ -100,34 +95,32 @@ class CheckpointReader:
         """
         files = self._existing(step)
         try:
-            return integrity.read_meta(files)
+            return manifest.read_meta(files)
         except Damaged as error:
             raise UserError(f"checkpoint step {step} in {self.place} is damaged: {error}") from error
 
-    def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
+    def restore(self, step: int, like: Tree) -> tuple[Tree, Meta]:
         """The arrays of a step with the layout of `like`, and its metadata.
 
         like: tree of jax.ShapeDtypeStruct with shardings, on any mesh and any number of processes.
-        partial: see `arrays.read`.
         Raises UserError if the step is missing or damaged, or if names, shapes or dtypes differ; DamagedStep if
-        `newest_intact` chose the step. All that is returned was compared with the manifest as it was read; a whole
-        restore compares all files.
+        `newest_intact` chose the step. All files are compared with the manifest: those of the arrays as they are read.
         """
         self.demand(step)
 
         def read(stored: StoredArrays) -> Tree:
-            tree = arrays.read(stored, like, partial=partial)
-            if not partial:
-                stored.verify_rest(slice(self._peers.index, None, self._peers.count))
+            tree = array_serialization.read(stored, like)
+            stored.verify_rest(slice(self._peers.index, None, self._peers.count))
             return tree
 
         return self._from_arrays(step, read), self.meta(step)
 
-    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Dotted name -> shape of the arrays of a step. Raises UserError if it is missing or damaged."""
+    def use_arrays[T](self, step: int, work: Callable[[StoredArrays], T]) -> T:
+        """The result of `work`, which may read any boxes of the arrays of a step. Only the bytes that it reads are
+        compared with the manifest. Raises UserError and DamagedStep as `restore` does.
+        """
         self.demand(step)
-        stored = self._from_arrays(step, arrays.stored_shapes)
-        return {name: shape for name, (shape, _) in stored.items()}
+        return self._from_arrays(step, work)
 
     def _from_arrays[T](self, step: int, work: Callable[[StoredArrays], T]) -> T:
         """The result of `work`, if no process finds the step damaged."""
@@ -167,12 +160,6 @@ class CheckpointReader:
             raise StoreError(outage)
         return self._peers.agree(reason)
 
-    def _of_first[T](self, find: Callable[[], T]) -> T:
-        """What process 0 finds, on all processes. Raises UserError on all if its store fails."""
-        values = list[T]()
-        self._peers.check(lambda: values.append(find()) if self._peers.first else None)
-        return self._peers.broadcast(values[0] if values else cast("T", None))
-
     def demand(self, step: int) -> Folder:
         """Files of a step. Raises UserError if it is missing or damaged, even if there are other steps.
 
@@ -203,9 +190,9 @@ class CheckpointReader:
 
         def verify() -> None:
             files = self.place.files(step)
-            integrity.read_meta(files)
-            entries = integrity.read_manifest(files)
-            integrity.verify(files, entries, sorted(entries)[self._peers.index :: self._peers.count], blocks=blocks)
+            manifest.read_meta(files)
+            entries = manifest.read_manifest(files)
+            manifest.verify(files, entries, sorted(entries)[self._peers.index :: self._peers.count], blocks=blocks)
 
         if (reason := self._damage(verify)) is None:
             self._verified.add(step)

@@ -18,11 +18,13 @@ import os
 import re
 import socket
 import time
+from collections.abc import Container
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
+from megajax.config.paths_and_store_urls import store_url
 from megajax.config.read_limits import read_json
 from megajax.storage import disk
 from megajax.storage.write_errors import write_fault
@@ -82,26 +84,10 @@ def steps_in(folder: Path) -> list[int]:
         return []
 
 
-def damaged_in(folder: Path) -> list[str]:
-    """Names of the steps set aside as damaged."""
-    return sorted(path.name for path in folder.glob("*.damaged*")) if folder.is_dir() else []
-
-
-def set_aside(folder: Path, step: int, suffix: str) -> Path:
-    """Renames a committed step to NAME.suffix, or NAME.suffix2, ... if that exists."""
-    source = folder / step_name(step)
-    target, number = source.with_name(f"{source.name}.{suffix}"), 1
-    while target.exists():
-        number += 1
-        target = source.with_name(f"{source.name}.{suffix}{number}")
-    source.rename(target)
-    disk.flush_to_disk(folder)
-    return target
-
-
-def delete_step(folder: Path, step: int) -> None:
-    """Renames the step, then deletes its files, so that a half-deleted step never looks committed."""
-    disk.remove(set_aside(folder, step, "deleting"))
+def name_aside(step: int, suffix: str, names: Container[str]) -> str:
+    """The name of a committed step that is set aside: NAME.suffix, or NAME.suffix2, ... if `names` has it."""
+    name = f"{step_name(step)}.{suffix}"
+    return next(free for number in count(1) if (free := f"{name}{number if number > 1 else ''}") not in names)
 
 
 def remove_unfinished(folder: Path) -> list[str]:

@@ -1,27 +1,27 @@
 """The stored arrays of a checkpoint, read without JAX, devices and Orbax, and verified while they are read.
 
 In a folder, Orbax writes one OCDBT database per process and merges them into one. In it, an array is a Zarr 3 array
-under its dotted name: NAME/zarr.json and one chunk per shard of a device. In an object store, packs.py is the database.
+under its dotted name: NAME/zarr.json and one chunk per shard of a device. In an object store and in local checkpoints,
+the indices of packs are the database; see pack_writer.py.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
 import numpy as np
 import tensorstore as ts
 
-from megajax.checkpoint import integrity, packs
-from megajax.checkpoint.block_reader import BlockReader, ByteRange
+from megajax.checkpoint import manifest
 from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
-from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.packs import Index, ValueLocation
+from megajax.checkpoint.manifest import Damaged
 from megajax.checkpoint.step_folders import ARRAYS
+from megajax.checkpoint.verified_reads import ByteRange, VerifiedReads
 from megajax.config.read_limits import parse_json
 from megajax.storage.folders import Folder
 
@@ -30,22 +30,49 @@ WEIGHTS, OBSERVED = "params.", "observed."
 
 DATABASE = "state"
 """Folder of the merged OCDBT database inside the folder that Orbax writes."""
-DESCRIPTION = "/zarr.json"
 FILES = f"{ARRAYS}/{DATABASE}/"
 """Before the names of the database's files, in the manifest of a step."""
 SHARD_INDEX_BYTES = 20
 """After the elements of a chunk, with the codec that Orbax uses: offset, size and CRC-32C."""
+DESCRIPTION = "/zarr.json"
+PACK_INDEX = re.compile(rf"{ARRAYS}/process_(\d+)/index\.json")
 BUFFER_BYTES = 2**28
 """Maximum size of the buffers of chunks whose parts lie apart; a larger chunk has a buffer of its size."""
 BLOCK = 2**18
 """Elements that are converted to float64 at a time."""
 
 
+class ValueLocation(NamedTuple):
+    """A value in a file of a step."""
+
+    name: str
+    """Path in the folder of the step."""
+    start: int
+    bytes: int
+
+    def below(self, folder: str) -> Self:
+        """The place, if its name is relative to a folder, which ends with "/"."""
+        return self._replace(name=folder + self.name)
+
+
+type KeyIndex = dict[str, bytes | ValueLocation]
+"""Key -> value, or its place."""
+
+
+def pack_index(texts: Iterable[bytes]) -> KeyIndex:
+    """The index of packs from those of the processes. Raises ValueError or TypeError for another content."""
+    index: KeyIndex = {}
+    for text in texts:
+        for key, value in parse_json(text):
+            index[key] = value.encode() if isinstance(value, str) else ValueLocation(*value)
+    return index
+
+
 MANIFEST = "manifest.ocdbt"
 """Root of the index, in the folder of the database."""
 
 
-def read_index(folder: Path, verify: Callable[[ValueLocation], object]) -> Index:
+def database_index(folder: Path, verify: Callable[[ValueLocation], object]) -> KeyIndex:
     """The newest version of a database. TensorStore compares all nodes of the index with their CRC-32C.
 
     verify: called with the place of each node before it is read. Raises ValueError, KeyError or OSError if the index
@@ -55,7 +82,7 @@ def read_index(folder: Path, verify: Callable[[ValueLocation], object]) -> Index
     base = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     versions = ts.ocdbt.dump(base).result()["versions"]
     newest = max(versions, key=lambda version: version["generation_number"])["root"]
-    index: Index = {}
+    index: KeyIndex = {}
     locations = set[str]()
     nodes: list[tuple[str, bytes]] = [(newest["location"], b"")] if "location" in newest else []
     while nodes:
@@ -99,16 +126,19 @@ class StoredArray:
 class StoredArrays:
     """Reads the arrays of one step, whose bytes are compared with the manifest as they are read."""
 
-    def __init__(self, step: Folder):
-        """step: the folder of a step. Raises Damaged if its manifest or its index can't be read."""
+    def __init__(self, step: Folder, entries: manifest.Entries | None = None):
+        """step: the folder of a step. entries: its manifest, if that was read.
+
+        Raises Damaged if its manifest or its index can't be read.
+        """
         self.step = step.resolve() if isinstance(step, Path) else step  # TensorStore refuses paths that contain ".."
-        self._entries = integrity.read_manifest(self.step)
-        self._blocks = BlockReader(self.step, self._entries)
+        entries = manifest.read_manifest(self.step) if entries is None else entries
+        self.files = VerifiedReads(self.step, entries)
         self._other: _OtherArrays | None = None
-        indices = packs.index_names(self._entries)
+        indices = sorted(filter(PACK_INDEX.fullmatch, entries))
         try:
             if indices:
-                self._index = packs.read_index([self._read_file(name) for name in indices])
+                self._index = pack_index([self.files.content(name) for name in indices])
             else:
                 self._index = self._database_index()
             names = sorted(key.removesuffix(DESCRIPTION) for key in self._index if key.endswith(DESCRIPTION))
@@ -117,12 +147,12 @@ class StoredArrays:
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise Damaged(f"the arrays of {self.step} can't be read: {_first_line(error)}") from error
 
-    def _database_index(self) -> Index:
+    def _database_index(self) -> KeyIndex:
         """Of the database that Orbax writes."""
         if not isinstance(self.step, Path) or not (self.step / FILES / MANIFEST).is_file():
             raise Damaged(f"{self.step} holds neither packs of arrays nor an OCDBT database ({FILES}{MANIFEST})")
-        self._other = _OtherArrays(self.step, self._entries)
-        index = read_index(self.step / ARRAYS / DATABASE, self._read_place)
+        self._other = _OtherArrays(self.step, self.files.entries)
+        index = database_index(self.step / ARRAYS / DATABASE, self._read_place)
         return {key: value if isinstance(value, bytes) else value.below(FILES) for key, value in index.items()}
 
     def value(self, name: str) -> int | float:
@@ -135,22 +165,32 @@ class StoredArrays:
 
     def read_all(self, wanted: Sequence[tuple[str, Box]]) -> list[np.ndarray]:
         """Boxes of arrays, in their dtypes. Each block of the files is read once. Raises Damaged."""
-        results, parts = list[np.ndarray](), dict[tuple[str, str], list[_Part]]()
-        for name, index in wanted:
-            metadata, box = self._metadata[name], box_of(index, self.arrays[name].shape)
+        boxes = [(name, box_of(index, self.arrays[name].shape)) for name, index in wanted]
+        results = [np.empty(shape_of(box), _dtype(self._metadata[name])) for name, box in boxes]
+        if faults := self.fill([(name, box, target) for (name, box), target in zip(boxes, results, strict=True)]):
+            raise Damaged(faults[min(faults)])
+        return results
+
+    def fill(self, wanted: Sequence[tuple[str, Box, np.ndarray]]) -> dict[int, str]:
+        """Reads boxes of arrays into targets -> number of a box -> why it is damaged.
+
+        Raises Damaged for an array that can't be read, ConnectionError.
+        """
+        parts, faults = dict[tuple[str, str], list[_Part]](), dict[int, str]()
+        for number, (name, box, target) in enumerate(wanted):
+            metadata = self._metadata[name]
             if not _is_plain(metadata):
                 if self._other is None:
                     raise Damaged(f"{name} has another codec than arrays in packs have")
-                results.append(self._other.read(name, box))
+                target[...] = self._other.read(name, box)
                 continue
-            results.append(np.empty(shape_of(box), _dtype(metadata)))
             for key, chunk_box in _chunks(name, metadata, box):
                 common = overlap(box, chunk_box)
                 if common is not None:
-                    region = results[-1][(*relative(common, box), ...)]
-                    part = _Part(region, _strides(metadata), relative(common, chunk_box))
+                    region = target[(*relative(common, box), ...)]
+                    part = _Part(region, _strides(metadata), relative(common, chunk_box), number)
                     parts.setdefault((name, key), []).append(part)
-        buffers, spans, waiting = list[_Buffer](), list[ByteRange](), 0
+        reads, waiting = list[_Read](), 0
         for (name, key), chunk_parts in parts.items():
             place, first = self._place(name, key), min(part.first for part in chunk_parts)
             size = max(part.last for part in chunk_parts) - first
@@ -158,24 +198,43 @@ class StoredArrays:
             # A part that lies in the file as in the result needs no buffer.
             direct = len(chunk_parts) == 1 and region.nbytes == size and region.flags.c_contiguous
             buffer = region.reshape(-1).view(np.uint8) if direct else np.empty(size, np.uint8)
-            if isinstance(place, bytes):
-                buffer[:] = np.frombuffer(place, np.uint8, size, first)
-            else:
-                spans.append(ByteRange(place.name, place.start + first, buffer))
-            if not direct:
-                buffers.append(_Buffer(chunk_parts, first, buffer))
-                waiting += size
+            reads.append(_Read(chunk_parts, place, first, buffer, direct))
+            waiting += 0 if direct else size
             if waiting >= BUFFER_BYTES:
-                self._fill(spans, buffers)
-                buffers, spans, waiting = [], [], 0
-        self._fill(spans, buffers)
-        return results
+                faults |= self._read_parts(reads)
+                reads, waiting = [], 0
+        return faults | self._read_parts(reads)
 
-    def _fill(self, spans: Sequence[ByteRange], buffers: Sequence["_Buffer"]) -> None:
-        self._blocks.read(spans)
-        for parts, first, content in buffers:
-            for part in parts:
+    def _read_parts(self, reads: Sequence["_Read"]) -> dict[int, str]:
+        """Number of a box -> why it is damaged."""
+        stored = [(read, read.place) for read in reads if isinstance(read.place, ValueLocation)]
+        spans = [ByteRange(place.name, place.start + read.first, read.buffer) for read, place in stored]
+        by_span = self.files.read(spans)
+        faults = {part.number: fault for span, fault in by_span.items() for part in stored[span][0].parts}
+        for parts, place, first, content, direct in reads:
+            if isinstance(place, bytes):
+                content[:] = np.frombuffer(place, np.uint8, content.size, first)
+            for part in () if direct else parts:
                 part.fill(content, first)
+        return faults
+
+    def has(self, name: str, box: Box) -> bool:
+        """Whether the index has all chunks of a box."""
+        metadata = self._metadata.get(name)
+        return metadata is not None and all(key in self._index for key, _ in _chunks(name, metadata, box))
+
+    def chunks(self, name: str, box: Box) -> list[Box]:
+        """Cuts a box where the stored array is cut."""
+        chunks = (overlap(box, chunk_box) for _, chunk_box in _chunks(name, self._metadata[name], box))
+        return [chunk for chunk in chunks if chunk is not None]
+
+    def description(self, name: str) -> str:
+        """The zarr.json of an array."""
+        return self._value(name + DESCRIPTION).decode()
+
+    def verify_unread(self) -> None:
+        """Verifies the blocks that were not read. Raises Damaged, ConnectionError."""
+        self.files.verify_except(self.files.checked)
 
     def verify_rest(self, share: slice) -> None:
         """Verifies what `read_all` of all arrays does not read. share: this process's part. Raises Damaged."""
@@ -187,7 +246,7 @@ class StoredArrays:
                 if common is not None and isinstance(place, ValueLocation):
                     part = _Part(np.empty(0), _strides(metadata), relative(common, chunk_box))
                     used.append((place.name, place.start + part.first, place.start + part.last))
-        self._blocks.verify_except(used, share)
+        self.files.verify_except(self.files.used_blocks(used), share)
 
     def statistics(self, name: str) -> dict[str, float | None]:
         """count, nonfinite (NaN or infinite); min, max, mean and rms of the finite elements, None if there are none.
@@ -238,12 +297,7 @@ class StoredArrays:
         return self._read_place(place) if isinstance(place, ValueLocation) else place
 
     def _read_place(self, place: ValueLocation) -> bytes:
-        content = np.empty(place.bytes, np.uint8)
-        self._blocks.read([ByteRange(place.name, place.start, content)])
-        return content.tobytes()
-
-    def _read_file(self, name: str) -> bytes:
-        return self._read_place(ValueLocation(name, 0, self._entries[name]["bytes"]))
+        return self.files.content(place.name, place.start, place.start + place.bytes)
 
 
 class _Part(NamedTuple):
@@ -255,6 +309,8 @@ class _Part(NamedTuple):
     """Of the chunk, in bytes, and the size of an element."""
     box: Box
     """Its place in the chunk."""
+    number: int = 0
+    """Of the box that it is a part of."""
 
     @property
     def first(self) -> int:
@@ -274,25 +330,30 @@ class _Part(NamedTuple):
         )
 
 
-class _Buffer(NamedTuple):
-    """Bytes of a chunk between parts that lie apart in it, as a column does."""
+class _Read(NamedTuple):
+    """Bytes of a chunk, from the first wanted one to the last."""
 
     parts: list[_Part]
+    """They may lie apart, as a column does."""
+    place: bytes | ValueLocation
+    """Of the chunk."""
     first: int
     """First byte in the chunk."""
-    content: np.ndarray
+    buffer: np.ndarray
+    direct: bool
+    """Whether the buffer is the memory of the result."""
 
 
 class _OtherArrays:
     """Arrays that Orbax did not write as a run does, such as compressed ones: all files are verified, then read."""
 
-    def __init__(self, step: Path, entries: integrity.Entries):
+    def __init__(self, step: Path, entries: manifest.Entries):
         self._step, self._entries = step, entries
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box) -> np.ndarray:
         if not self._open:
-            integrity.verify(self._step, self._entries)
+            manifest.verify(self._step, self._entries)
         try:
             if name not in self._open:
                 spec = {"driver": "zarr3", "kvstore": database(self._step / ARRAYS) | {"path": f"{name}/"}}

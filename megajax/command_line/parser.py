@@ -9,27 +9,39 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megajax.command_line.corrections import corrected, corrections
-from megajax.command_line.devices import all_devices, count_processes, device_problems, use_devices, use_processes
+from megajax.command_line.arguments_to_settings import read_arguments
+from megajax.command_line.device_flags import all_devices, count_processes, device_problems, use_devices, use_processes
+from megajax.command_line.foreign_flags import corrected, corrections
 from megajax.command_line.help import WIDTH, common_help, entry_text, settings_help
-from megajax.command_line.read_arguments import read_arguments
 from megajax.config import field_types
+from megajax.config.bounds import Count, Positive
 from megajax.config.call_with_timeout import OUTPUT_SECONDS, with_time_limit
 from megajax.config.compose import read_value
-from megajax.config.dump import default_leaves, flatten, to_yaml
+from megajax.config.config_files import (
+    ROOT,
+    Source,
+    advised,
+    assembled,
+    find,
+    functions_of,
+    read,
+    root_type,
+    split_source,
+)
+from megajax.config.dump import sources_of, to_yaml
 from megajax.config.errors import ConfigError, Problem, UserError, first_line
-from megajax.config.files import ROOT, Source, advised, assembled, find, functions_of, read, root_type, split_source
 from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import remedy
-from megajax.config.overrides import Mark, leaves, patch_of, plain_name
+from megajax.config.paths_and_store_urls import store_url, url_problem
 from megajax.config.removed import removed
-from megajax.mesh.processes.world import (
+from megajax.config.settings_tree import Mark, patch_of, plain_name
+from megajax.processes.world import (
     LOCAL_COUNT,
     StartError,
     process_index,
@@ -41,9 +53,9 @@ class Flag:
     """A flag of one verb, not a setting of the config, such as --skip-train; with dashes or underscores."""
 
     name: str
-    kind: Any = bool
+    kind: object = bool
     """An annotation, as of a config field."""
-    default: Any = None
+    default: object = None
     """The value if the flag is not given; for bool, None means False."""
     help: str = ""
     required: bool = False
@@ -53,20 +65,31 @@ PROCESS_FLAGS = (
     Flag("coordinator", str | None, help="HOST:PORT of process 0 for the other processes, without a launcher"),
     Flag("num-processes", int | None, help="number of processes of the run"),
     Flag("process-id", int | None, help="number of this process, from 0"),
-    Flag("init-timeout", float, 300.0, help="seconds within which all processes must connect"),
+    Flag("init-timeout", Positive, 300.0, help="seconds within which all processes must connect"),
 )
 """Flags of verbs that run in several processes."""
 REPLICA_FLAGS = (
     Flag("ray", str | None, help="spread the work over a Ray cluster whose machines share files: the address of its "
          "head, or auto"),
-    Flag("replicas", int | None, help="with --ray: copies of the model; default: as many as the cluster has GPUs for, "
-         "without GPUs one for each machine"),
-    Flag("replica-gpus", int, 1, help="GPUs of each copy on a cluster with GPUs"),
+    Flag("replicas", Count | None, help="with --ray: copies of the model; default: as many as the cluster has GPUs "
+         "for, without GPUs one for each machine"),
+    Flag("replica-gpus", Count, 1, help="GPUs of each copy on a cluster with GPUs"),
 )  # fmt: skip
 """Flags of verbs that spread their work over replicas of a model on a Ray cluster."""
 
 ALL = "all"
 """The topic of --help=all; no part of a config has this name."""
+
+DEVICES = ("devices=cpu:8", "eight CPU devices instead of jax's default; gpu requires GPUs")
+CONFIG_FLAGS = (
+    (
+        "help[=all|PART]",
+        "this text; all: every setting; or one part of the settings: --help=parallel; or a class of it: "
+        "--help=PART.CLASS",
+    ),
+    ("print-config", "print the whole config with the source of each setting, and exit"),
+)
+"""Flag and text in --help of verbs with a config."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports for a program that SIGINT ended."""
@@ -107,60 +130,103 @@ def parse(
     advice to an error, from the config and the devices of each process. Raises ConfigError with all problems of the
     file and the command line together.
     """
-    lists = [plain_name(flag.name) for flag in flags if field_types.lists(flag.kind)]
-    settings, problems, repeated = read_arguments(argv, lists)
-    print("".join(repeated if process_index() == 0 else ()), end="", file=sys.stderr)
     own_flags = {plain_name(flag.name): flag for flag in flags}
+    lists = [name for name, flag in own_flags.items() if field_types.lists(flag.kind)]
+    settings, problems, repeated = read_arguments(argv, lists)
+    print("".join(repeated * (process_index() == 0)), end="", file=sys.stderr)
+    takes_file = with_config and base is None
     source = _pop_flag(settings, "config")
     devices = None if "devices" in own_flags else _pop_flag(settings, "devices")
     requests = {name: settings.pop(name) for name in ("help", *["print_config"] * with_config) if name in settings}
     values = {name: settings.pop(name) for name in own_flags if name in settings}
     if "help" in requests:
-        arguments = f"{'--config=FILE[:function]' if base is None else '[--flag=value ...]'} [--setting=value ...]"
-        arguments = arguments if with_config else "[--flag=value ...]"
-        head = [f"python -m megajax.{verb} {arguments}\n", *[f"{description.strip()}\n"] * bool(description)]
-        topic = requests["help"] if isinstance(requests["help"], str) else ""
-        lines = _help(head, flags, root if with_config else None, common, source, topic, with_file=base is None)
-        _show("\n".join(lines))
-    problems += device_problems(devices)
-    if not problems:
-        use_devices(devices)
-    answers, new_problems = _flag_values(own_flags, values)
-    problems += new_problems or use_processes(answers)
-    count = all_devices(devices)
-    if count_devices is not None and not new_problems:
-        count, new_problems = count_devices(answers)
-        problems += new_problems
-    if not with_config:
-        names = [*own_flags, "devices", "help"]
-        foreign = corrections(settings, names, config=False)
-        unknown = [name for name in settings if name not in foreign]
-        problems += [_unknown_flag(name, names) for name in unknown]
-        problems += foreign.values()
-    takes_file = with_config and base is None
-    if source is not None and not takes_file:
-        problems.append(Problem("--config", f"{verb} takes no config"))
-    if problems and not takes_file:
-        raise ConfigError(problems, "command line")
+        head = _usage(verb, description, with_config=with_config, takes_file=takes_file)
+        _show(
+            "\n".join(_help(head, flags, root if with_config else None, common, source, requests["help"], takes_file))
+        )
+    problems = _set_up_devices(devices, problems)
+    answers, count, new_problems = _flag_answers(own_flags, values, devices, count_devices)
+    problems += new_problems
+    if not takes_file:
+        problems += _surplus(settings, own_flags, with_config=with_config)
+        problems += [Problem("--config", f"{verb} takes no config")] * (source is not None)
+        _demand_none(problems)
     if not with_config:
         return Command(None, devices, answers)
-    try:
-        file = None if base is None else base(answers)
-    except UserError as error:
-        raise _joined(error, corrections(settings, [*own_flags, "devices"]).values()) from None
+    file = _file_of_verb(base, answers, settings, own_flags)
     config, file, new_problems = _configured(source, settings, count, own_flags, root, file)
-    places = ([file.name] if file else []) + ["command line"] * bool(settings or problems or file is None)
     if file is None or new_problems or problems:
-        error = ConfigError([*new_problems, *problems], " + ".join(places))
-        if hint is not None and config is not None and count is not None:
-            processes = count_processes() or 1
-            error = hint(error, config, [count // processes] * processes)
+        places = [*(place.name for place in [file] if place)]
+        places += ["command line"] * bool(settings or problems or file is None)
+        error = _with_hint(ConfigError([*new_problems, *problems], " + ".join(places)), hint, config, count)
         # A verb with virtual devices does not need a config for this machine's devices.
         raise error if count_devices else advised(error, source, verb)
-    sources = _sources(config, file, patch_of(settings.items()))
+    sources = sources_of(config, [*file.layers, ("command line", patch_of(settings.items()))])
     if "print_config" in requests:
         _show(to_yaml(config, sources))
     return Command(config, devices, answers, sources, source)
+
+
+def _set_up_devices(devices: str | None, problems: Sequence[Problem]) -> list[Problem]:
+    """The problems with those of --devices; without any, sets up jax's devices."""
+    problems = [*problems, *device_problems(devices)]
+    if not problems:
+        use_devices(devices)
+    return problems
+
+
+def _flag_answers(
+    own_flags: Mapping[str, Flag],
+    values: Mapping[str, Any],
+    devices: str | None,
+    count_devices: Callable[[Mapping[str, Any]], tuple[int | None, list[Problem]]] | None,
+) -> tuple[dict[str, Any], int | None, list[Problem]]:
+    """The values of the verb's flags, the number of devices, and problems of both. Connects the processes."""
+    answers, problems = _flag_values(own_flags, values)
+    if problems:
+        return answers, all_devices(devices), problems
+    use_processes(answers)
+    return answers, *((all_devices(devices), []) if count_devices is None else count_devices(answers))
+
+
+def _surplus(settings: Mapping[str, Any], own_flags: Iterable[str], *, with_config: bool) -> list[Problem]:
+    """Problems of settings that a verb without a config does not have."""
+    if with_config:
+        return []
+    names = [*own_flags, "devices", "help"]
+    foreign = corrections(settings, names, config=False)
+    return [*(_unknown_flag(name, names) for name in settings if name not in foreign), *foreign.values()]
+
+
+def _with_hint(
+    error: ConfigError,
+    hint: Callable[[ConfigError, Any, Sequence[int]], ConfigError] | None,
+    config: Any,
+    count: int | None,
+) -> ConfigError:
+    """The error with the verb's advice, if the config could be built and the number of devices is known."""
+    if hint is None or config is None or count is None:
+        return error
+    processes = count_processes() or 1
+    return hint(error, config, [count // processes] * processes)
+
+
+def _demand_none(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems, "command line")
+
+
+def _file_of_verb(
+    base: Callable[[Mapping[str, Any]], Source] | None,
+    answers: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    own_flags: Iterable[str],
+) -> Source | None:
+    """The config that the verb finds by its flags. Raises UserError with the problems of the settings too."""
+    try:
+        return None if base is None else base(answers)
+    except UserError as error:
+        raise _joined(error, corrections(settings, [*own_flags, "devices"]).values()) from None
 
 
 def replica_problems(flags: Mapping[str, Any]) -> list[Problem]:
@@ -168,15 +234,8 @@ def replica_problems(flags: Mapping[str, Any]) -> list[Problem]:
     if flags["ray"] is None:
         is_set = flags["replicas"] is not None or flags["replica_gpus"] != 1
         return [Problem("--replicas", "has no meaning without --ray=ADDRESS")] if is_set else []
-    problems = [
-        Problem(f"--{name.replace('_', '-')}", f"must be at least 1, got {flags[name]}")
-        for name in ("replicas", "replica_gpus")
-        if flags[name] is not None and flags[name] < 1
-    ]
-    if count_processes() != 1:
-        hint = "each replica is one process, which Ray starts: remove the launcher and the flags of several processes"
-        problems.append(Problem("--ray", "is given to one of several processes", hint))
-    return problems
+    hint = "each replica is one process, which Ray starts: remove the launcher and the flags of several processes"
+    return [Problem("--ray", "is given to one of several processes", hint)] if count_processes() != 1 else []
 
 
 def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
@@ -215,7 +274,9 @@ def _short_warnings(default: Callable[..., str]) -> Callable[..., str]:
     """A formatter of warnings that omits the line of code for MegaJAX's own warnings."""
     package = str(Path(__file__).parents[1])
 
-    def format_warning(message: Warning | str, category: type, filename: str, lineno: int, line: Any = None) -> str:
+    def format_warning(
+        message: Warning | str, category: type, filename: str, lineno: int, line: str | None = None
+    ) -> str:
         if category is UserWarning and filename.startswith(package):
             return f"warning: {message}\n"
         return default(message, category, filename, lineno, line)
@@ -342,23 +403,11 @@ def _joined(error: UserError, problems: Iterable[Problem]) -> UserError:
     return ConfigError([*causes, *problems], "command line") if problems else error
 
 
-def _sources(config: Any, file: Source, command_settings: Any) -> dict[str, str]:
-    """Non-default setting -> the source that set it last."""
-    defaults = default_leaves(config)
-    layers = [*file.layers, ("command line", command_settings)]
-    layer_names = [
-        (label, None if layer_settings is None else set(leaves(layer_settings))) for label, layer_settings in layers
-    ]
-    sources = {}
-    for name, value in flatten(config).items():
-        if name in defaults and defaults[name] == value:
-            continue
-        parts = name.split(".")
-        prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
-        for label, layer_settings in layer_names:
-            if layer_settings is None or layer_settings & prefixes:
-                sources[name] = label
-    return sources
+def _usage(verb: str, description: str, *, with_config: bool, takes_file: bool) -> list[str]:
+    """The first lines of --help."""
+    first = "--config=FILE[:function]" if takes_file else "[--flag=value ...]"
+    text = f"{first} [--setting=value ...]" if with_config else first
+    return [f"python -m megajax.{verb} {text}\n", *[f"{description.strip()}\n"] * bool(description)]
 
 
 def _help(
@@ -367,42 +416,47 @@ def _help(
     root: str | type | None,
     common: Sequence[str],
     source: str | None,
-    topic: str,
-    *,
-    with_file: bool = True,
+    request: str | Mark,
+    takes_file: bool,
 ) -> list[str]:
     """The lines of --help: `head`, flags, and settings of `root` with the values of the config at `source`.
 
-    topic: a part of the settings, or "all". with_file: whether the verb takes --config.
+    request: a part of the settings, or "all", or the mark of --help alone. takes_file: whether the verb takes --config.
     """
-    cls = None if root is None else root_type(root)
-    config = None
-    if root and source:
+    if root is None:
+        return [*head, *_flag_lines(own_flags, [("help", "this text")])]
+    cls, config, topic = root_type(root), None, request if isinstance(request, str) else ""
+    if source:
         config, _ = assembled(read(source, root), root, {})
-    if cls and topic not in ("", ALL):
+    if topic not in ("", ALL):
         return [settings_help(cls, config, topic)]
-    flags = [("devices=cpu:8", "", "eight CPU devices instead of jax's default; gpu requires GPUs")]
-    flags = [] if any(flag.name == "devices" for flag in own_flags) else flags
-    help_text = "this text; all: every setting; or one part of the settings: --help=parallel" if cls else "this text"
-    flags += [("help[=all|PART]" if cls else "help", "", help_text)]
-    if cls:
-        text = "a path, or the name of a file in configs/ or of a shipped config: gpt3.py; gpt3.py:NAME calls NAME()"
-        if names := functions_of(find(split_source(source)[0])) if source else []:
-            text += f". This one has {', '.join(names)}"
-        flags = [*[("config=FILE", "", text)] * with_file, *flags]
-        flags += [("print-config", "", "print the whole config with the source of each setting, and exit")]
+    files = [("config=FILE", _file_text(source))] * takes_file
+    lines = [*head, *_flag_lines(own_flags, CONFIG_FLAGS, files)]
+    if topic == ALL or not common:
+        return [*lines, "\nsettings\n", settings_help(cls, config)]
+    source_text = f"of {source}" if source else "defaults; with --config=FILE, those of the file"
+    lines += [f"\nsettings used most (values: {source_text})\n", common_help(cls, config, common)]
+    parts = ", ".join(name for name, kind in field_types.hints(cls).items() if field_types.holds_configs(kind))
+    return [*lines, "", textwrap.fill(f"--help=all shows every setting, --help=PART one part: {parts}.", WIDTH)]
+
+
+def _file_text(source: str | None) -> str:
+    """The text of --config, with the functions of the present file."""
+    text = "a path, or the name of a file in configs/ or of a shipped config: gpt3.py; gpt3.py:NAME calls NAME()"
+    names = functions_of(find(split_source(source)[0])) if source else []
+    return text + f". This one has {', '.join(names)}" * bool(names)
+
+
+def _flag_lines(
+    own_flags: Sequence[Flag], general: Sequence[tuple[str, str]], files: Sequence[tuple[str, str]] = ()
+) -> Iterator[str]:
+    """The entries of the flags that all verbs have, with --devices unless the verb has its own, and of its own."""
+    own_devices = any(flag.name == "devices" for flag in own_flags)
+    for name, text in (*files, *[DEVICES] * (not own_devices), *general):
+        yield entry_text(name, "", text)
     for flag in own_flags:
         suffix = " (must be given)" if flag.required else "" if flag.default in (None, False) else f" = {flag.default}"
-        flags.append((flag.name.replace("_", "-"), field_types.kind_text(flag.kind) + suffix, flag.help))
-    lines = [*head, *(entry_text(*flag) for flag in flags)]
-    if cls and (topic == ALL or not common):
-        lines += ["\nsettings\n", settings_help(cls, config)]
-    elif cls:
-        source_text = f"of {source}" if source else "defaults; with --config=FILE, those of the file"
-        lines += [f"\nsettings used most (values: {source_text})\n", common_help(cls, config, common)]
-        parts = ", ".join(name for name, kind in field_types.hints(cls).items() if field_types.holds_configs(kind))
-        lines += ["", textwrap.fill(f"--help=all shows every setting, --help=PART one part: {parts}.", WIDTH)]
-    return lines
+        yield entry_text(flag.name.replace("_", "-"), field_types.help_text(flag.kind) + suffix, flag.help)
 
 
 def _show(text: str) -> NoReturn:
@@ -423,3 +477,12 @@ def _output_closed() -> bool:
     if unread:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return unread
+
+
+def first_word(argv: list[str], expected: str, usage: str, *, stored: bool = False) -> Path:
+    """The path that is the first argument. Raises UserError if it is a flag or a URL. stored: accept URLs of stores."""
+    if argv[0].startswith("-"):
+        raise UserError(f"the first argument must be {expected}, got {argv[0]}\n{usage.splitlines()[0]}")
+    if not (stored and store_url(argv[0])) and (problem := url_problem(argv[0])) is not None:
+        raise UserError("\n".join(problem))
+    return Path(argv[0])

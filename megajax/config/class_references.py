@@ -1,18 +1,21 @@
 """References to classes and functions, "package.module:Name" or "folder/file.py:Name", and configs that use one."""
 
+import dataclasses
 import importlib
 import re
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 from megajax.config.errors import UserError
-from megajax.config.overrides import short_type
+from megajax.config.optional_packages import EXTRAS, install
+from megajax.config.settings_tree import short_type
 
 USER_FILE = "megajax_config_file "
 """Modules run from a path have this and the path as their name."""
@@ -115,12 +118,42 @@ class Builds:
     Example: `class NormConfig(mj.Builds): target = "my_norm.py:Norm"`
     """
 
-    __slots__ = ()
     target: ClassVar[str]
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target with this config. Raises UserError for a user's target that cannot be loaded."""
         return demand_target(type(self))(self, *args, **kwargs)
+
+    def needed_packages(self) -> Mapping[str, str]:
+        """Setting, "" for the whole config -> import name of the package of an extra that a run imports for it."""
+        return {}
+
+
+def demand_packages(config: object) -> None:
+    """Raises UserError, before anything is built, that names all packages which are missing for settings of a tree."""
+    needed = {
+        f"{where}.{setting}".strip("."): package
+        for where, node in _configs_below(config, "")
+        for setting, package in node.needed_packages().items()
+    }
+    missing = {setting: package for setting, package in needed.items() if find_spec(package) is None}
+    if missing:
+        features = ", ".join(f"{setting} needs the package {package}" for setting, package in missing.items())
+        extras = dict.fromkeys(EXTRAS[package] for package in missing.values())
+        raise UserError(f"{features}: not installed. Install: {install(*extras)}; or leave these settings out.")
+
+
+def _configs_below(value: object, where: str) -> Iterator[tuple[str, "Builds"]]:
+    """The configs of a tree with their dotted names."""
+    if isinstance(value, Builds):
+        yield where, value
+    children: Iterable[tuple[Any, Any]] = ()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif isinstance(value, tuple | list):
+        children = enumerate(value)
+    for name, child in children:
+        yield from _configs_below(child, f"{where}.{name}".removeprefix("."))
 
 
 def demand_target(cls: type[Builds]) -> Any:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 from megajax.config import field_types
+from megajax.config.bounds import errors
 from megajax.config.class_references import error_text, own_class, public_class, reference, resolve
 from megajax.config.errors import NO_SETTING, ConfigError, Problem
-from megajax.config.file_paths import holds_path, may_be_stored, names_store, url_problem
 from megajax.config.hints import did_you_mean, either
-from megajax.config.overrides import (
+from megajax.config.parse_scalar import Mismatch, Text, precedence, scalar
+from megajax.config.paths_and_store_urls import holds_path, may_be_stored, names_store, url_problem
+from megajax.config.removed import removed
+from megajax.config.settings_tree import (
     Additions,
     Mark,
     Over,
@@ -26,11 +29,9 @@ from megajax.config.overrides import (
     setting,
     short_type,
 )
-from megajax.config.parse_scalar import Mismatch, Text, precedence, scalar
-from megajax.config.removed import removed
 
 
-def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
+def override(config: object, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
     """A copy of the config with "dotted.name=value" settings, checked. Raises ConfigError with all errors."""
     patch = patch_of(setting(text) for text in settings)
     changed, problems = assemble(type(config), config, patch, devices)
@@ -39,18 +40,23 @@ def override(config: Any, *settings: str, devices: int | None = None, place: str
     return changed
 
 
-def read_value(raw: Any, annotation: Any, where: str) -> tuple[Any, list[Problem]]:
+def read_value(raw: object, annotation: object, where: str) -> tuple[Any, list[Problem]]:
     """One value by annotation, for flags that belong to no config, and its problems; Mark.INVALID if it has any."""
     builder = _Builder(object)
     return builder.value(raw, annotation, where, None), builder.problems
 
 
-def check(config: Any, devices: int | None = None) -> None:
+def problems_of(config: object, devices: int | None = None) -> list[Problem]:
+    """All problems of a config and its parts: of types, of bounds, and of settings that do not fit each other."""
+    return assemble(type(config), config, {}, devices)[1]
+
+
+def check(config: object, devices: int | None = None) -> None:
     """Check types and cross-field rules again, such as when the number of devices is known. Raises ConfigError."""
     override(config, devices=devices, place=type(config).__name__)
 
 
-def demand_fit(config: Any, devices: int) -> None:
+def demand_fit(config: object, devices: int) -> None:
     """Raises ConfigError for settings that don't fit this number of devices. `config` has passed `check` without it."""
     try:
         problems = _cross_checks(config, "", devices)
@@ -65,7 +71,7 @@ TRUST = "--trust-code"
 
 
 def assemble(
-    cls: type, base: Any, settings: Any, devices: int | None = None, *, trusted: bool = True
+    cls: type, base: object, settings: object, devices: int | None = None, *, trusted: bool = True
 ) -> tuple[Any, list[Problem]]:
     """The config of type cls from `base` (None: the defaults) and settings over it, and all its problems.
 
@@ -87,7 +93,7 @@ def assemble(
     return None if builder.problems or config is Mark.INVALID else config, faults
 
 
-def _cross_checks(node: Any, where: str, devices: int | None) -> list[Problem]:
+def _cross_checks(node: object, where: str, devices: int | None) -> list[Problem]:
     """The problems that a config reports on its settings."""
     check_problems = getattr(node, "problems", None)
     if not callable(check_problems):
@@ -110,7 +116,7 @@ def _failure(error: Exception, where: str) -> Problem:
 def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> list[Problem]:
     """Problems of the known settings. Defaults replace unknown ones; problems that mention these are dropped."""
     fields = {field.name: field_types.default(field) for field in dataclasses.fields(node) if field.init}
-    unknown = [name for name in fields if isinstance(getattr(node, name), Placeholder)]
+    unknown = [name for name in fields if isinstance(getattr(node, name), UnknownSetting)]
     if not unknown or any(fields[name] is MISSING for name in unknown):
         return []
     completed = dataclasses.replace(node, **{name: fields[name] for name in unknown})
@@ -121,7 +127,7 @@ def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> lis
     ]
 
 
-def _example(where: str, annotation: Any) -> str:
+def _example(where: str, annotation: object) -> str:
     return field_types.example(where.rpartition(".")[2], annotation)
 
 
@@ -145,7 +151,7 @@ class UnknownValue(Exception):
     """Use of a missing or wrong value, which is reported elsewhere."""
 
 
-class Placeholder:
+class UnknownSetting:
     """An unknown value: it can be stored and passed on; any other use raises UnknownValue."""
 
     __slots__ = ()
@@ -153,7 +159,7 @@ class Placeholder:
     def __getattr__(self, name: str) -> NoReturn:
         raise UnknownValue(name)
 
-    def _unknown(self, *args: Any) -> NoReturn:
+    def _unknown(self, *args: object) -> NoReturn:
         raise UnknownValue
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __hash__ = _unknown
@@ -176,13 +182,24 @@ class _Builder:
         self.problems.append(Problem(where or "config", message, hint))
         return Mark.INVALID
 
-    def expected(self, where: str, annotation: Any, raw: Any, hint: str = "") -> Mark:
+    def expected(self, where: str, annotation: object, raw: object, hint: str = "") -> Mark:
         actual = field_types.described(str(raw) if isinstance(raw, Text) else raw)
         message = f"expected {field_types.kind_text(annotation)}, got {actual}"
         return self.fault(where, message, hint or _python_hint(where, annotation, raw))
 
-    def value(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
+    def value(self, raw: object, annotation: object, where: str, current: object) -> Any:
         """The value of one field by its annotation, from a setting or from the current value."""
+        value = self._converted(raw, annotation, where, current)
+        try:
+            for message, hint in () if value is Mark.INVALID else errors(value, annotation):
+                return self.fault(where, message, hint)
+        except Exception as error:
+            self.problems.append(_failure(error, where))
+            return Mark.INVALID
+        return value
+
+    def _converted(self, raw: object, annotation: object, where: str, current: object) -> Any:
+        """The value by the type of the field alone."""
         if isinstance(raw, Over):
             return self._over(raw, annotation, where, current)
         if raw is Mark.BARE:
@@ -200,7 +217,7 @@ class _Builder:
             return self._list(raw, annotation, where, current)
         return self._scalar(raw, annotation, where, current)
 
-    def _over(self, raw: Over, annotation: Any, where: str, current: Any) -> Any:
+    def _over(self, raw: Over, annotation: object, where: str, current: object) -> Any:
         if field_types.holds_configs(annotation) and (settings := raw.merged()) is not None:
             return self.value(settings, annotation, where, current)
         if not isinstance(raw.upper, Patch):
@@ -208,12 +225,12 @@ class _Builder:
         lower = self.value(raw.lower, annotation, where, current)
         return lower if lower is Mark.INVALID else self.value(raw.upper, annotation, where, lower)
 
-    def _branches(self, annotation: Any) -> bool:
+    def _branches(self, annotation: object) -> bool:
         return bool(
             field_types.holds_configs(annotation) or field_types.lists(annotation) or field_types.mappings(annotation)
         )
 
-    def _branch(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
+    def _branch(self, raw: object, annotation: object, where: str, current: object) -> Any:
         if isinstance(raw, Mapping) and field_types.lists(annotation) and isinstance(current, tuple | list):
             return self._list(raw, annotation, where, current)
         if field_types.holds_configs(annotation):
@@ -258,7 +275,7 @@ class _Builder:
             return self.node({"type": raw}, annotation, where, current)
         return self.expected(where, annotation, raw, hint)
 
-    def _one_or_list(self, raw: str, unfolded: list | dict, annotation: Any, where: str, hint: str) -> Any:
+    def _one_or_list(self, raw: str, unfolded: list | dict, annotation: object, where: str, hint: str) -> Any:
         """The unfolded value. If a word is neither a choice of the field nor a valid entry, the error names both."""
         before = len(self.problems)
         value = self.value(unfolded, annotation, where, None)
@@ -268,7 +285,7 @@ class _Builder:
         del self.problems[before:]
         return self.expected(where, annotation, raw, hint or fault.hint)
 
-    def _unfolded(self, raw: Any, annotation: Any, only_with: str = "") -> list | dict | None:
+    def _unfolded(self, raw: object, annotation: object, only_with: str = "") -> list | dict | None:
         """ "0.9,0.95" as a list, "web=0.7,code=0.3" as a mapping; None if the field or the text is neither."""
         if not isinstance(raw, str) or (only_with and not any(mark in raw for mark in only_with)):
             return None
@@ -303,7 +320,7 @@ class _Builder:
             return Mark.INVALID
         return values if (get_origin(kind) or kind) is list else tuple(values)
 
-    def _mapping(self, raw: Mapping, annotation: Any, where: str, current: Any) -> Any:
+    def _mapping(self, raw: Mapping, annotation: object, where: str, current: object) -> Any:
         key_kind, value_kind = (*get_args(field_types.mappings(annotation)[0]), Any, Any)[:2]
         current = current if isinstance(current, Mapping) and isinstance(raw, Patch) else {}
         items = dict(raw)
@@ -347,7 +364,7 @@ class _Builder:
             return cls
         return self._fill(cls, raw, where, current if type(current) is cls else None, annotation)
 
-    def _class_named(self, name: Any, annotation: Any, where: str, current: Any) -> type | Mark:
+    def _class_named(self, name: object, annotation: object, where: str, current: object) -> type | Mark:
         if not isinstance(name, str):
             return self.fault(join(where, "type"), "needs a value", f"one of {field_types.choices(annotation)}")
         members = field_types.configs(annotation)
@@ -378,7 +395,7 @@ class _Builder:
         hint = f"did you mean {either(completions)}?" if completions and name else did_you_mean(name, class_names)
         return self.fault(join(where, "type"), f"expected {field_types.choices(annotation)}, got {str(name)!r}", hint)
 
-    def _fill(self, cls: type, raw: Mapping, where: str, base: Any, annotation: Any) -> Any:
+    def _fill(self, cls: type, raw: Mapping, where: str, base: object, annotation: object) -> Any:
         annotations = field_types.hints(cls)
         settings = {plain_name(key): value for key, value in raw.items()}
         for key in [key for key in settings if key not in annotations]:
@@ -393,12 +410,12 @@ class _Builder:
                 if field.name not in settings:
                     kind = field_types.kind_text(annotations[field.name])
                     self.fault(path, "has no default and is not given", f"give it: {kind}")
-                    values[field.name] = Placeholder()
+                    values[field.name] = UnknownSetting()
                     continue
                 current = None
             value = self.value(settings.get(field.name, current), annotations[field.name], path, current)
             # The wrong setting is already reported; the others are still checked.
-            values[field.name] = Placeholder() if value is Mark.INVALID else value
+            values[field.name] = UnknownSetting() if value is Mark.INVALID else value
         try:
             self.nodes[where] = cls(**values)
         except Exception as error:
@@ -416,7 +433,7 @@ class _Builder:
         hint = f"if you trust it, add {TRUST} (in Python: trusted=True): it imports {module} and uses its {cls}"
         return self.fault(where, f"{name} is no class of MegaJAX, and reading a run imports no other code", hint)
 
-    def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
+    def _unknown(self, key: str, value: object, where: str, cls: type, annotation: object) -> None:
         owners = [c.__name__ for c in field_types.configs(annotation) if c is not cls and key in field_types.hints(c)]
         # Without the settings of other classes for the same field.
         elsewhere = (name for name in field_types.names(self.root) if not name.startswith(f"{where}."))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 NO_SETTING = "no such setting"
 """The message of a problem with an unknown name."""
@@ -75,7 +74,7 @@ def first_line(error: BaseException) -> str:
     return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def demand_members(value: Any, names: Iterable[str], owner: str, hint: str = "") -> None:
+def demand_members(value: object, names: Iterable[str], owner: str, hint: str = "") -> None:
     """Raises UserError if a user's object lacks attributes or methods. owner: its name in the message."""
     if missing := [name for name in names if not hasattr(value, name)]:
         raise UserError(f"{owner} lacks {', '.join(missing)}" + f"\n{hint}" * bool(hint))

@@ -1,12 +1,14 @@
 """Annotations of config dataclasses: members of a union, entries of lists, and their names in messages."""
 
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from megajax.config import bounds
 from megajax.config.class_references import reference
 from megajax.config.hints import either
 
@@ -23,8 +25,18 @@ def fields(cls: type) -> tuple[dataclasses.Field, ...]:
 
 def hints(cls: type) -> dict[str, Any]:
     """Field name -> annotation, for the fields that can be set."""
-    resolved = typing.get_type_hints(cls)
-    return {field.name: resolved[field.name] for field in fields(cls) if field.init}
+    resolved = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: _with_rules(cls, field.name, resolved[field.name]) for field in fields(cls) if field.init}
+
+
+def _with_rules(cls: type, name: str, annotation: Any) -> Any:
+    """The annotation; one without rules has those of the field that it replaces, of a base class."""
+    if next(bounds.rules(annotation), None) is None:
+        _, *replaced = (base for base in cls.__mro__ if name in inspect.get_annotations(base))
+        for base in replaced:
+            if inherited := tuple(bounds.rules(typing.get_type_hints(base, include_extras=True)[name])):
+                return typing.Annotated[annotation, *inherited]
+    return annotation
 
 
 def default(field: dataclasses.Field) -> Any:
@@ -34,7 +46,7 @@ def default(field: dataclasses.Field) -> Any:
     return field.default
 
 
-def kinds(annotation: Any) -> tuple[Any, ...]:
+def kinds(annotation: object) -> tuple[Any, ...]:
     """The members of a union, or the single annotation; aliases and Annotated are unwrapped."""
     if isinstance(annotation, typing.TypeAliasType):
         return kinds(annotation.__value__)
@@ -45,12 +57,17 @@ def kinds(annotation: Any) -> tuple[Any, ...]:
     return (types.NoneType if annotation is None else annotation,)
 
 
-def is_config(value: Any) -> bool:
+def is_config(value: object) -> bool:
     """Whether this is a dataclass instance: a node of the tree."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def configs(annotation: Any) -> tuple[type, ...]:
+def items(value: object) -> tuple[Any, ...]:
+    """The entries of a list or tuple; () for another value."""
+    return tuple(value) if isinstance(value, tuple | list) else ()
+
+
+def configs(annotation: object) -> tuple[type, ...]:
     """The dataclasses among the kinds."""
     classes = tuple(k for k in kinds(annotation) if isinstance(k, type) and dataclasses.is_dataclass(k))
     if len(classes) > 1 and any(field.name == "type" for cls in classes for field in dataclasses.fields(cls)):
@@ -58,17 +75,17 @@ def configs(annotation: Any) -> tuple[type, ...]:
     return classes
 
 
-def protocols(annotation: Any) -> tuple[type, ...]:
+def protocols(annotation: object) -> tuple[type, ...]:
     """The protocols among the kinds. A protocol opens the union to every frozen dataclass with its members."""
     return tuple(k for k in kinds(annotation) if isinstance(k, type) and getattr(k, "_is_protocol", False))
 
 
-def holds_configs(annotation: Any) -> bool:
+def holds_configs(annotation: object) -> bool:
     """Whether a field with this annotation may hold a config."""
     return bool(configs(annotation) or protocols(annotation))
 
 
-def misfit(cls: Any, annotation: Any) -> str:
+def misfit(cls: object, annotation: object) -> str:
     """The reason why a field with this annotation can't hold a config of this class; "" if it can."""
     if isinstance(cls, type) and issubclass(cls, configs(annotation)):
         return ""
@@ -93,22 +110,22 @@ def members(protocol: type) -> frozenset[str]:
     return frozenset(getattr(protocol, "__protocol_attrs__"))  # noqa: B009, typing.get_protocol_members is of Python 3.13
 
 
-def lists(annotation: Any) -> tuple[Any, ...]:
+def lists(annotation: object) -> tuple[Any, ...]:
     """The tuple and list kinds."""
     return tuple(k for k in kinds(annotation) if (get_origin(k) or k) in (tuple, list, Sequence))
 
 
-def choosable(annotation: Any) -> bool:
+def choosable(annotation: object) -> bool:
     """Whether a Literal is among the kinds."""
     return any(get_origin(kind) is Literal for kind in kinds(annotation))
 
 
-def mappings(annotation: Any) -> tuple[Any, ...]:
+def mappings(annotation: object) -> tuple[Any, ...]:
     """The dict and Mapping kinds."""
     return tuple(k for k in kinds(annotation) if (get_origin(k) or k) in (dict, Mapping))
 
 
-def entries(kind: Any) -> tuple[Any, int | None]:
+def entries(kind: object) -> tuple[Any, int | None]:
     """A list kind -> (annotation of every entry, None) for any length, or (tuple of annotations, length)."""
     args = get_args(kind) or (Any,)
     if get_origin(kind) is not tuple or args[-1] is Ellipsis:
@@ -116,7 +133,7 @@ def entries(kind: Any) -> tuple[Any, int | None]:
     return (() if args == ((),) else args), len(args)
 
 
-def entry(annotation: Any, index: int) -> Any:
+def entry(annotation: object, index: int) -> Any:
     """Annotation of entry `index` of the list in this annotation."""
     for kind in lists(annotation):
         entry_annotation, count = entries(kind)
@@ -127,7 +144,7 @@ def entry(annotation: Any, index: int) -> Any:
     return Any
 
 
-def tag(cls: type, annotation: Any) -> str:
+def tag(cls: type, annotation: object) -> str:
     """The `type:` that selects this class among the classes of the annotation; "" if it is the only one."""
     members = configs(annotation)
     if members == (cls,):
@@ -152,13 +169,18 @@ def names(cls: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator
                 yield from names(member, f"{place}.", (*above, cls))
 
 
-def kind_text(annotation: Any) -> str:
+def kind_text(annotation: object) -> str:
     """The accepted values in words: "a whole number or none"."""
     return " or ".join(_one_kind_text(kind) for kind in kinds(annotation))
 
 
-def _one_kind_text(kind: Any) -> str:
-    plain = {
+def help_text(annotation: object) -> str:
+    """The accepted values in words, with the bounds of the field: "a whole number or none, at least 1"."""
+    return kind_text(annotation) + bounds.words(annotation)
+
+
+def _one_kind_text(kind: object) -> str:
+    plain: dict[object, str] = {
         types.NoneType: "none",
         bool: "true or false",
         int: "a whole number",
@@ -180,8 +202,8 @@ def _one_kind_text(kind: Any) -> str:
     if mappings(kind):
         args = get_args(kind)
         return f"name=value pairs (each value {kind_text(args[1])})" if args else "name=value pairs"
-    if protocols(kind):
-        return protocol_text(kind)
+    if opened := protocols(kind):
+        return protocol_text(opened[0])
     return kind.__name__ if isinstance(kind, type) else "anything"
 
 
@@ -191,7 +213,7 @@ def protocol_text(protocol: type) -> str:
     return f"module:Class of your own frozen dataclass{f' with {attributes}' if attributes else ''}"
 
 
-def example(name: str, annotation: Any) -> str:
+def example(name: str, annotation: object) -> str:
     """A hint in Python: "write data=mj.BlendConfig(...) or mj.MockConfig(...)"."""
     members = configs(annotation)
     list_members = () if members else tuple(part for kind in lists(annotation) for part in configs(entry(kind, 0)))
@@ -201,7 +223,7 @@ def example(name: str, annotation: Any) -> str:
     return f"write {calls}" if name.isdigit() else f"write {name}={calls}"
 
 
-def python_name(value: Any) -> str:
+def python_name(value: type | types.FunctionType) -> str:
     """A class or function as a config file names it: mj.AdamWConfig, or the plain name if it is the user's."""
     return f"mj.{value.__name__}" if value.__module__.startswith("megajax.") else value.__name__
 
@@ -212,7 +234,7 @@ def call(cls: type) -> str:
     return f"{python_name(cls)}({', '.join(f'{name}=...' for name in needed) or '...'})"
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """A short text of a wrong value."""
     if is_config(value):
         return f"{'an' if type(value).__name__[0] in 'AEIOU' else 'a'} {type(value).__name__}"
@@ -229,7 +251,7 @@ def described(value: Any) -> str:
     return text if len(text) <= MOST_OF_A_VALUE else text[: MOST_OF_A_VALUE - 3] + "..."
 
 
-def choices(annotation: Any) -> str:
+def choices(annotation: object) -> str:
     """The classes of an annotation in words: "AdamWConfig or MuonConfig"."""
     return either(
         [cls.__name__ for cls in configs(annotation)] + [protocol_text(kind) for kind in protocols(annotation)]

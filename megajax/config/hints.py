@@ -70,6 +70,12 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def below(title: str, lines: Iterable[object], most: int = 40) -> str:
+    """A title and the first lines below it, indented, and the number of others."""
+    texts = [line for entry in lines for line in str(entry).splitlines()]
+    return "\n  ".join([title, *texts[:most], *[f"and {len(texts) - most} more"] * (len(texts) > most)])
+
+
 def matching(setting: str, pattern: str, names: Iterable[str], kind: str = "weight") -> list[str]:
     """The names that match a pattern, in which * matches any text.
 

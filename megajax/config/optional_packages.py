@@ -55,9 +55,10 @@ def require(module: str, feature: str, otherwise: str = "") -> ModuleType:
         ) from error
 
 
-def install(extra: str) -> str:
-    """The commands that install an extra, as part of a sentence."""
-    return f"uv sync --extra {extra} --inexact, or pip install 'megajax[{extra}]'"
+def install(*extras: str) -> str:
+    """The commands that install extras, as part of a sentence."""
+    options = " ".join(f"--extra {extra}" for extra in extras)
+    return f"uv sync {options} --inexact, or pip install 'megajax[{','.join(extras)}]'"
 
 
 def remedy(error: ModuleNotFoundError, argv: Sequence[str], checkout: Path = CHECKOUT) -> str | None:

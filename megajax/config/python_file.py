@@ -18,6 +18,7 @@ from megajax.config import field_types
 from megajax.config.class_references import USER_FILE, run_file, siblings_importable
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.hints import did_you_mean, either
+from megajax.config.optional_packages import remedy
 from megajax.config.removed import removed
 
 MOST_OF_AN_ERROR = 300
@@ -64,7 +65,7 @@ def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
     return value
 
 
-def _return_hint(config: Any, root: type) -> str:
+def _return_hint(config: object, root: type) -> str:
     if config is None:
         return f"end it with return {field_types.python_name(root)}(...)"
     if config is root:
@@ -101,8 +102,11 @@ def _errors_as_problems(path: Path, root: type) -> Generator[None]:
 
 def _error_text(error: BaseException) -> str:
     """The error in one or two lines."""
-    if isinstance(error, SystemExit):
-        return f"the file ends the program (exit code {error.code}) instead of returning a config"
+    match error:
+        case SystemExit():
+            return f"the file ends the program (exit code {error.code}) instead of returning a config"
+        case ModuleNotFoundError() if error.name:
+            return f"the file failed to import {error.name}: there is no such module"
     text = " ".join(str(error).split())
     text = text if len(text) <= MOST_OF_AN_ERROR else text[:MOST_OF_AN_ERROR] + "..."
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
@@ -111,24 +115,36 @@ def _error_text(error: BaseException) -> str:
 def _hint(error: BaseException, module: ModuleType | None) -> str:
     """A suggested correction, or ""; `module` holds the definitions of the file so far."""
     defined = vars(module) if module else {}
-    if isinstance(error, FrozenInstanceError):
-        return "configs cannot be changed: dataclasses.replace(config, name=value) makes a changed copy"
-    if isinstance(error, AttributeError) and field_types.is_config(error.obj):
-        return did_you_mean(error.name or "", field_types.hints(type(error.obj)))
-    if isinstance(error, AttributeError) and error.obj is megajax:
-        return _removed(error.name or "") or did_you_mean(error.name or "", dir(megajax))
-    if isinstance(error, NameError | ImportError):
-        name = str(getattr(error, "name_from", None) or error.name)
-        if message := _removed(name):
-            return message
-        if name in ("mj", *dir(megajax)):
-            return "import megajax as mj" if name == "mj" else f"write mj.{name}, with import megajax as mj"
-        return did_you_mean(name, [*dir(megajax), *defined])
+    match error:
+        case FrozenInstanceError():
+            return "configs cannot be changed: dataclasses.replace(config, name=value) makes a changed copy"
+        case AttributeError() if field_types.is_config(error.obj):
+            return did_you_mean(error.name or "", field_types.hints(type(error.obj)))
+        case AttributeError() if error.obj is megajax:
+            return _removed(error.name or "") or did_you_mean(error.name or "", dir(megajax))
+        case NameError() | ImportError():
+            return _hint_of_name(error, module)
     match = re.search(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
     callee = defined.get(match[1], getattr(megajax, match[1], None)) if match else None
     with suppress(ValueError, TypeError):
         return did_you_mean(match[2], inspect.signature(callee).parameters) if match and callable(callee) else ""
     return ""
+
+
+def _hint_of_name(error: NameError | ImportError, module: ModuleType | None) -> str:
+    """A suggested module or name; `module`: see `_hint`."""
+    if isinstance(error, ModuleNotFoundError):
+        beside = (file.stem for file in Path(str(getattr(module, "__file__", ""))).parent.glob("*.py"))
+        hint = remedy(error, sys.orig_argv) or did_you_mean(str(error.name), ["megajax", *beside])
+        return hint or f"install it for {sys.executable}, or remove the line"
+    if isinstance(error, ImportError) and error.name != "megajax":
+        return did_you_mean(str(error.name_from), dir(sys.modules.get(str(error.name))))
+    name = str(error.name_from if isinstance(error, ImportError) else error.name)
+    if message := _removed(name):
+        return message
+    if name in ("mj", *dir(megajax)):
+        return "import megajax as mj" if name == "mj" else f"write mj.{name}, with import megajax as mj"
+    return did_you_mean(name, [*dir(megajax), *(vars(module) if module else ())])
 
 
 def _removed(name: str) -> str:

@@ -41,8 +41,11 @@ SETTINGS = Limits(bytes=2**23, entries=100_000, depth=100)
 DOCUMENT = Limits(bytes=2**30)
 """Of a JSON file that grows with a model or a vocabulary. JSON has no aliases: memory is proportional to its size."""
 
+type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
+"""A value of a JSON document."""
 
-def inner_values(tree: Any) -> Collection[Any] | None:
+
+def inner_values(tree: object) -> Collection[Any] | None:
     """The values in a container, with keys that are containers; None for another value."""
     if isinstance(tree, Mapping):
         return [*(key for key in tree if isinstance(key, tuple)), *tree.values()]
@@ -75,7 +78,7 @@ class Budget:
         if self._bytes is not None and self._used_bytes > self._bytes:
             self._refuse(self._used_bytes, self._bytes, "bytes")
 
-    def demand_tree(self, tree: Any) -> None:
+    def demand_tree(self, tree: object) -> None:
         """Counts the values of nested containers, each as often as it is reached.
 
         The time is that of the distinct values: a list that holds another twice, and so on, has 2**n values but n
@@ -83,7 +86,7 @@ class Budget:
         """
         self.spend(self._values(tree, {}, 1))
 
-    def _values(self, tree: Any, counts: dict[int, int], depth: int) -> int:
+    def _values(self, tree: object, counts: dict[int, int], depth: int) -> int:
         """counts: values of the containers so far, by id; 0 while they are counted."""
         if (items := self._inner(tree)) is None:
             return 1
@@ -148,10 +151,28 @@ def read_json(path: Path | str, limits: Limits = SETTINGS, *, unique: bool = Tru
 def settings_of(path: Path) -> dict[str, Any]:
     """The object of a JSON file of optional settings; {} for a file that is missing, or has none that can be read."""
     try:
-        settings = read_json(path, unique=False)
+        return settings_in(read_file(path, SETTINGS))
     except (OSError, ValueError):
         return {}
+
+
+def settings_in(content: bytes) -> dict[str, Any]:
+    """The object of a JSON file's content; {} without one. Raises ValueError for no JSON."""
+    settings = parse_json(content, unique=False)
     return settings if isinstance(settings, dict) else {}
+
+
+def demanded_settings(path: Path, folder: str) -> dict[str, Any]:
+    """The object of the JSON file that makes its folder one of this kind. Raises UserError without one."""
+    try:
+        settings = read_json(path, unique=False)
+    except OSError as error:
+        raise UserError(f"{path.parent} is not {folder}: {path.name} can't be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not a JSON file ({error})") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} is a {type(settings).__name__}, not a mapping of settings")
+    return settings
 
 
 def without_mark(data: bytes, where: Path | str) -> bytes:

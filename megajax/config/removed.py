@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megajax.config.overrides import short_type
+from megajax.config.settings_tree import short_type
 
 ROWS = (
     ("draft_hf draft_run", "was removed: drafts come from earlier text or the model's own heads (inference.drafts)"),

@@ -71,7 +71,7 @@ class _Strict(yaml.SafeLoader):
         is_whole = node.tag == "tag:yaml.org,2002:int"
         return self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         self.budget.spend(1)
         return super().compose_node(parent, index)
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
-from megajax.storage.reading import with_retries
+from megajax.config.paths_and_store_urls import store_url
+from megajax.storage.retried_reads import with_retries
 from megajax.storage.stores import open_object
 
 BLOCK = 1 << 16
@@ -69,7 +69,7 @@ class FileSum:
 
 
 @dataclass(frozen=True)
-class Group:
+class SummedFiles:
     """Files with a common checksum: a single file, or many below a folder."""
 
     path: str
@@ -93,19 +93,19 @@ class Group:
         return self.files[:: max(1, -(-len(self.files) // self.sampled))]
 
 
-def group_files(files: Sequence[str]) -> list[Group]:
+def group_files(files: Sequence[str]) -> list[SummedFiles]:
     """A group for each file, or a single group if there are more than `SAMPLED_FILES`."""
     blocks = max(LEAST_BLOCKS, min(BLOCKS, BLOCKS_OF_ALL // max(1, len(files))))
     if len(files) <= SAMPLED_FILES:
-        return [Group(file, (file,), blocks) for file in files]
+        return [SummedFiles(file, (file,), blocks) for file in files]
     try:
         folder = os.path.commonpath(files)
     except ValueError:  # some are in stores
         folder = ""
-    return [Group(folder, tuple(files), blocks, sampled=SAMPLED_FILES)]
+    return [SummedFiles(folder, tuple(files), blocks, sampled=SAMPLED_FILES)]
 
 
-def sample_checksums(groups: Sequence[Group], numbers: Iterable[int] | None = None) -> dict[int, FileSum]:
+def sample_checksums(groups: Sequence[SummedFiles], numbers: Iterable[int] | None = None) -> dict[int, FileSum]:
     """Number of a group -> its checksum, without `whole`. numbers: the groups to read; None: all.
 
     Raises:
@@ -127,7 +127,7 @@ def sample_checksums(groups: Sequence[Group], numbers: Iterable[int] | None = No
     return {number: checksum(number) for number in numbers}
 
 
-def _sample(path: str, group: Group) -> tuple[int, bytes]:
+def _sample(path: str, group: SummedFiles) -> tuple[int, bytes]:
     """(size, SHA-256 of size and blocks) of a file of a group."""
     blocks, length = group.blocks, group.block
 
@@ -171,7 +171,11 @@ def _opened(path: str, known: int | None = None) -> Generator[tuple[int, Callabl
 
 
 def full_checksums(
-    groups: Sequence[Group], *, process: int = 0, processes: int = 1, report: Callable[[int, int], None] | None = None
+    groups: Sequence[SummedFiles],
+    *,
+    process: int = 0,
+    processes: int = 1,
+    report: Callable[[int, int], None] | None = None,
 ) -> list[int]:
     """For each group, the sum of the hashes of this process's parts, modulo 2^256.
 

@@ -43,7 +43,7 @@ class ProgressLine:
             self._stream.flush()
 
 
-class Progress(ProgressLine):
+class FileProgress(ProgressLine):
     """Progress of listing or indexing files, on standard error; nothing for what takes less than two seconds.
 
     Args:

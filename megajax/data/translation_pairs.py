@@ -3,18 +3,17 @@
 import hashlib
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
+from megajax.config.paths_and_store_urls import store_url
 from megajax.data.masked.config import PairsConfig
 from megajax.data.masked.samples import MaskingTokenizer, demand_tokens
 from megajax.data.masked.spans import two_sided_row, two_sided_specials
 from megajax.data.rows.blend import BlendBuilder
-from megajax.data.rows.row_source import check_row, check_vocabulary, files_of, order_checksum
+from megajax.data.rows.row_source import TokenRows, check_row, check_vocabulary, order_checksum
 from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.indexed_dataset import IndexedTokens, integer_tokens
 
@@ -54,7 +53,7 @@ class PairedTokens:
         return hashlib.sha256("".join(side.identity(folder) for side in self.sides).encode()).hexdigest()
 
 
-class Pairs:
+class TranslationPairs(TokenRows):
     """Row i of a split as a dict of the arrays of `two_sided_row`, a pure function of i.
 
     Args:
@@ -84,10 +83,6 @@ class Pairs:
         """Identifier of the order of the rows; unchanged if rows are appended."""
         return order_checksum(self.numbers)
 
-    def files(self) -> list[str]:
-        """The files that are read."""
-        return files_of(self.tokens)
-
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -111,7 +106,7 @@ def shuffled_passes(bounds: tuple[int, int], rows: int | None, seed: int) -> np.
     return order.reshape(-1)
 
 
-class PairsBuilder(BlendBuilder[Pairs]):
+class PairsBuilder(BlendBuilder[TranslationPairs]):
     """Rows of pairs; splits are shares of the pairs."""
 
     def __init__(self, config: PairsConfig, *, lengths: tuple[int, int], tokenizer: MaskingTokenizer, seed: int):
@@ -122,10 +117,9 @@ class PairsBuilder(BlendBuilder[Pairs]):
         files = self.config.token_files(path)
         return PairedTokens(path, tuple(integer_tokens(f, self.blocks, prefetch=prefetch) for f in files))
 
-    def units(self, tokens: Any) -> int:
-        return tokens.documents
-
-    def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Pairs:
+    def dataset(
+        self, tokens: PairedTokens, identity: str, split: str, bounds: tuple[int, int], rows: int | None
+    ) -> TranslationPairs:
         if bounds[0] == bounds[1]:
             raise UserError(
                 f"{tokens.prefix}, split {split}: none of {tokens.documents} pairs fall into it. Give it a larger "
@@ -133,7 +127,7 @@ class PairsBuilder(BlendBuilder[Pairs]):
             )
         numbers = shuffled_passes(bounds, rows, self.seed)
         passes = len(numbers) // (bounds[1] - bounds[0])
-        return Pairs(tokens, numbers, lengths=self.lengths, tokenizer=self.tokenizer, passes=passes)
+        return TranslationPairs(tokens, numbers, lengths=self.lengths, tokenizer=self.tokenizer, passes=passes)
 
 
 def build_splits(config: PairsConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -1,6 +1,6 @@
 """Charts: lines, stacked bars and timelines as SVG for HTML pages; lines, timelines and matrices as PNG by matplotlib.
 
-Colours in SVG are CSS classes of pages.css, so that charts follow the page's light or dark scheme. P: points.
+Colours in SVG are CSS classes of the page, so that charts follow the page's light or dark scheme. P: points.
 """
 
 import importlib
@@ -55,7 +55,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class EventMark:
     """An event at some x: a vertical line, or a short tick at the lower edge."""
 
     x: float
@@ -75,7 +75,7 @@ class LineChart:
     x_label: str = ""
     width: int = 560
     height: int = 230
-    marks: Sequence[Mark] = ()
+    marks: Sequence[EventMark] = ()
     crosses: Sequence[tuple[float, str]] = ()
     """x and text of values that can't be drawn, such as a non-finite loss: crosses at the upper edge."""
     level: tuple[float, str] | None = None
@@ -289,7 +289,7 @@ def _text(text: str, x: float, y: float, anchor: str = "middle", kind: str = "ti
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _marks(marks: Sequence[Mark], x: _Axis, lower: int, upper: int = TOP) -> Iterator[str]:
+def _marks(marks: Sequence[EventMark], x: _Axis, lower: int, upper: int = TOP) -> Iterator[str]:
     """At most one mark of a kind per pixel, because long runs save many times."""
     drawn_keys = set()
     for mark in marks:
@@ -322,7 +322,7 @@ def legend(entries: Iterable[tuple[str, str, str]]) -> str:
     return f'<div class="legend">{keys}</div>'
 
 
-class Segment(NamedTuple):
+class BarSegment(NamedTuple):
     """A part of a stacked bar."""
 
     name: str
@@ -333,7 +333,7 @@ class Segment(NamedTuple):
     """CSS class."""
 
 
-def stacked_bar(segments: Sequence[Segment], *, limit: tuple[float, str] | None = None, width: int = 1180) -> str:
+def stacked_bar(segments: Sequence[BarSegment], *, limit: tuple[float, str] | None = None, width: int = 1180) -> str:
     """A stacked bar as <svg>, with a legend below it. limit: a size to mark, and its name."""
     total = max(sum(part.size for part in segments), limit[0] if limit else 0.0) or 1.0
     unit, at, parts = (width - 4) / total, 2.0, []
@@ -366,7 +366,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class TimelineChart:
     """The work of each row, such as a stage or a device, over time."""
 
     rows: Sequence[str]
@@ -381,7 +381,7 @@ class Timeline:
     y_label: str = ""
     breaks: Sequence[tuple[float, str]] = ()
     """x and text of vertical lines, such as for omitted time."""
-    marks: Sequence[Mark] = ()
+    marks: Sequence[EventMark] = ()
     """Events, with tooltips (SVG only)."""
     time_text: Callable[[float], str] = tick_text
     """Text of a tick of the time axis."""

@@ -1,8 +1,14 @@
 """Durations, counts, sizes, dates and rows of cells as text; escaping of untrusted text."""
 
+import sys
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+
+
+def say(line: str) -> None:
+    """Prints a line for the user, on stderr."""
+    print(f"megajax: {line}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

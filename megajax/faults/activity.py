@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
+
+from megajax.storage.disk import open_regular
 
 START, SETUP, COMPILE, STEP = "start", "setup", "compile", "step"
 BACKGROUND_SAVE, FINISH, LOGGING = "background_save", "finish", "logging"
@@ -66,6 +69,25 @@ def describe_phase(phase: str, step: int | None, stage: str | None = None) -> st
         return stage
     text, of_step = _DESCRIPTIONS.get(phase, (f"in {phase}", " of step {}"))
     return text if step is None else text + of_step.format(step)
+
+
+type Position = tuple[float, int, int, bool]
+"""The step of a process, the place in the step, the stage of the set-up, and whether it waits for others."""
+
+_PLACES = {START: -2, SETUP: -1, DATA_WAIT: 0, COMPILE: 1, STEP: 2}
+"""Phases in their order; others follow the step."""
+
+
+def position(phase: str | None, step: int | None, stage: str | None, *, waits: bool, completed: int) -> Position:
+    """How far a process is: of two at one place, one that waits for others is ahead.
+
+    completed: its last step whose numbers have arrived. A process between phases is in the step after it.
+    """
+    if phase == FINISH:
+        return inf, 0, 0, waits
+    if phase is None or step is None:
+        return completed + 1, _PLACES.get(phase or STEP, 2), list(Stage).index(Stage(stage)) if stage else 0, waits
+    return step, _PLACES.get(phase, 3), 0, waits
 
 
 class ActivePhase(NamedTuple):
@@ -202,7 +224,7 @@ def write_stacks(run_dir: Path, process: int, why: str, text: str) -> Path | Non
     with contextlib.suppress(OSError):
         # A process that hangs in the start has no run folder yet.
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open(open_regular(path, append=True), "a", encoding="utf-8") as file:
             file.write(head + text)
         return path
     return None

@@ -13,10 +13,11 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from megajax.config.errors import UserError, first_line
-from megajax.mesh.processes.world import process_index
+from megajax.faults.activity import Position, position
+from megajax.processes.world import process_index
 
 BEATS, ATTEMPT, ELASTIC = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT", "MEGAJAX_ELASTIC"
 """Environment variables that the launcher sets: the folder, the number of this start of the gang (from 1), and whether
@@ -34,6 +35,8 @@ class Beat:
     """When it was written, in seconds since 1970."""
     run_dir: str | None = None
     """The run folder; None if it is not known yet."""
+    attempt: int | None = None
+    """Number of the attempt in the records of the run; None if it is not known yet."""
     step: int = 0
     """The last step whose numbers have arrived."""
     committed: int | None = None
@@ -57,6 +60,10 @@ class Beat:
     stacks: str | None = None
     """File with the stacks of its threads, written before it ends because of a hang."""
 
+    def position(self) -> Position:
+        """How far the process is."""
+        return position(self.phase, self.phase_step, self.stage, waits=self.waits, completed=self.step)
+
     def write(self, folder: Path) -> None:
         """Replace the file of this process."""
         path = _path(folder, self.process)
@@ -72,10 +79,6 @@ class Beat:
             return cls(**fields)
         except (OSError, ValueError, TypeError):
             return None
-
-    def age(self) -> float:
-        """Seconds since the beat was written."""
-        return time.time() - self.time
 
 
 def last_beat(failure: str, code: int, stacks: str | None = None) -> None:
@@ -122,7 +125,7 @@ def beats_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 def attempt_number(environment: Mapping[str, str] = os.environ) -> int:
     """Number of this start of the gang, from 1."""
-    text: Any = environment.get(ATTEMPT, "1")
+    text = environment.get(ATTEMPT, "1")
     return int(text) if text.isdigit() else 1
 
 

@@ -1,8 +1,9 @@
 """Settings of what a process does about faults: signals, early ends, numbers that are not finite, silent corruption."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from megajax.config.bounds import Bounds, Count, Positive
 from megajax.config.errors import Problem
 from megajax.faults.drills import CORRUPTION, NUMERIC, PROCESS, Drill
 from megajax.faults.exit_codes import EXIT_CODES, STOP_ASKED
@@ -10,71 +11,59 @@ from megajax.faults.watchdog import MAX_SECONDS, WatchdogConfig
 
 FAILURE_CODES = tuple(code for code in sorted(EXIT_CODES.keys() - STOP_ASKED) if code < 128)
 
+OFF, NO_LIMIT = "none turns it off", "none sets no limit"
+type Interval = Annotated[int, Bounds(at_least=1, hint=OFF)]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
     """Comparison of hashes of the state on all devices: devices with the same shard must have the same bytes.
 
     Example: `mj.ResilienceConfig(replicas=mj.ReplicasConfig(every=500))`
     """
 
-    every: int | None = None
+    every: Interval | None = None
     """Compare copies of weights and optimizer state every this many steps, and before every checkpoint; end with exit
     code 17, without saving, if they differ. none: never."""
     log_hash: bool = False
     """Write the hash of the state by parts into events.jsonl (state_hash) each time, to compare two runs."""
 
     def problems(self) -> list[Problem]:
-        problems = _at_least_one(self, "every")
         if self.log_hash and self.every is None:
-            problems.append(Problem("log_hash", "nothing is hashed with every=none", "set every, for example to 100"))
-        return problems
+            return [Problem("log_hash", "nothing is hashed with every=none", "set every, for example to 100")]
+        return []
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
     """Recomputation of the gradients of a step, with every device in the place of another.
 
     Example: `mj.ResilienceConfig(recompute=mj.RecomputeConfig(every=1000))`
     """
 
-    every: int | None = None
+    every: Interval | None = None
     """Compute the gradients of the next step twice every this many steps, and end with exit code 17 if the results of
     two devices differ reproducibly. none: never. Costs about two steps, and two compilations the first time."""
-    tolerance: float = 0.0
+    tolerance: Annotated[float, Bounds(at_least=0, below=1, hint="1e-3 is a usual value")] = 0.0
     """Largest relative difference between loss and gradient norm of a data-parallel group; 0: all bits of its gradients
     are equal. Kernels that are not deterministic need about 1e-3."""
 
-    def problems(self) -> list[Problem]:
-        problems = _at_least_one(self, "every")
-        if not 0 <= self.tolerance < 1:
-            problems.append(Problem("tolerance", f"must be in [0, 1), got {self.tolerance:g}", "1e-3 is a usual value"))
-        return problems
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StragglersConfig:
     """Detection of slow processes, from times that processes exchange every logging.every steps.
 
     Example: `mj.ResilienceConfig(stragglers=mj.StragglersConfig(factor=1.5))`
     """
 
-    factor: float | None = 2.0
+    factor: Annotated[float, Bounds(above=1, hint="none turns the rule off")] | None = 2.0
     """A process is a straggler if one of its phases takes more than this multiple of the median of the other
     processes; none: stragglers are not detected."""
-    share: float = 0.1
+    share: Positive = 0.1
     """The phase must also be longer than that median by at least this share of the time of a step."""
 
-    def problems(self) -> list[Problem]:
-        problems = []
-        if self.factor is not None and not self.factor > 1:
-            problems.append(Problem("factor", f"must be above 1, got {self.factor:g}", "none turns the rule off"))
-        if not self.share > 0:
-            problems.append(Problem("share", f"must be above 0, got {self.share:g}"))
-        return problems
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class HealthConfig:
     """Health of devices and hosts.
 
@@ -84,18 +73,12 @@ class HealthConfig:
     before_run: bool = False
     """Test devices, links, disk and clocks of every process before anything else; refuse to start, with exit code 1, if
     a test fails."""
-    every_seconds: float | None = 60.0
+    every_seconds: Annotated[float, Bounds(at_least=1, hint=OFF)] | None = 60.0
     """Interval of querying the driver for memory errors, slowdowns, temperature and power of the GPUs, if nvidia-ml-py
     is installed. none: never."""
 
-    def problems(self) -> list[Problem]:
-        seconds = self.every_seconds
-        if seconds is not None and not seconds >= 1:
-            return [Problem("every_seconds", f"must be at least 1, got {seconds:g}", "none turns it off")]
-        return []
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
     """Signals, early ends, and losses or gradients that are not finite or spike.
 
@@ -104,14 +87,14 @@ class ResilienceConfig:
 
     save_on_signal: bool = True
     """On SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, save a checkpoint and end with exit_code_on_signal."""
-    exit_code_on_signal: int = 0
+    exit_code_on_signal: Annotated[int, Bounds(at_least=0, at_most=127, hint="75 is usual")] = 0
     """Exit code of a run that was asked to stop by a signal and has saved, e.g. 75 to have a scheduler requeue it."""
-    stop_grace: float = 60.0
+    stop_grace: Annotated[float, Bounds(above=0, at_most=MAX_SECONDS, hint="in seconds")] = 60.0
     """Seconds from a signal after which a run whose step, rows or compilation do not end stops without saving; at least
     two steps."""
-    exit_after_steps: int | None = None
+    exit_after_steps: Annotated[int, Bounds(above=0, hint=NO_LIMIT)] | None = None
     """Save and end with exit code 0 after this many steps of the current attempt; none: no limit."""
-    exit_after_minutes: float | None = None
+    exit_after_minutes: Annotated[float, Bounds(above=0, hint=NO_LIMIT)] | None = None
     """Save and end with exit code 0 at the first step that ends this many minutes after the start; none: no limit."""
     stop_on_nonfinite: bool = True
     """Stop with exit code 17, without saving, at a step whose loss or gradient norm is not finite, unless dynamic loss
@@ -119,18 +102,18 @@ class ResilienceConfig:
     rerun: bool = True
     """Repeat a step that is not finite or spikes, from the same state and the same rows. If the second result is good,
     the fault was transient, and training continues with that result."""
-    spike_factor: float | None = None
+    spike_factor: Annotated[float, Bounds(above=1, hint=OFF)] | None = None
     """A loss above this multiple of `spike_reference` is a spike; none: spikes are not detected."""
     spike_reference: Literal["largest", "median"] = "largest"
     """largest: the largest loss so far (Megatron-LM's rule, with spike_factor=10). median: of spike_window steps."""
-    spike_window: int = 100
+    spike_window: Count = 100
     """Steps before spikes are detected, and window of the median."""
     spike_action: Literal["accept", "skip", "stop"] = "accept"
     """What to do about a spike that the repeated step confirms. accept: apply the update; skip: skip the update; stop:
     end with exit code 17."""
-    largest_norm: float | None = None
+    largest_norm: Annotated[float, Bounds(above=0, hint=NO_LIMIT)] | None = None
     """Skip updates whose gradient norm, before clipping, is above this; none: no limit."""
-    skip_steps: tuple[int, ...] = ()
+    skip_steps: tuple[Annotated[int, Bounds(at_least=1, hint="steps count from 1")], ...] = ()
     """Steps whose update is skipped; their rows are consumed."""
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     """Comparison of copies of the state."""
@@ -163,21 +146,10 @@ class ResilienceConfig:
         return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in CORRUPTION)
 
     def problems(self) -> list[Problem]:
-        problems = [
-            Problem(name, f"must be above 0, got {value:g}", "none sets no limit")
-            for name in ("exit_after_steps", "exit_after_minutes", "largest_norm")
-            if (value := getattr(self, name)) is not None and not value > 0
-        ]
-        if not 0 < self.stop_grace <= MAX_SECONDS:
-            message = f"must be above 0 and at most {MAX_SECONDS:g} seconds, got {self.stop_grace:g}"
-            problems.append(Problem("stop_grace", message))
-        if not 0 <= self.exit_code_on_signal < 128 or self.exit_code_on_signal in FAILURE_CODES:
-            message = f"must be 0 to 127 and not {', '.join(map(str, FAILURE_CODES))}, which mean failures"
+        problems = []
+        if self.exit_code_on_signal in FAILURE_CODES:
+            message = f"must not be {', '.join(map(str, FAILURE_CODES))}, which mean failures"
             problems.append(Problem("exit_code_on_signal", f"{message}; got {self.exit_code_on_signal}", "75 is usual"))
-        if self.spike_factor is not None and not self.spike_factor > 1:
-            problems.append(Problem("spike_factor", f"must be above 1, got {self.spike_factor:g}", "none turns it off"))
-        if self.spike_window < 1:
-            problems.append(Problem("spike_window", f"must be at least 1, got {self.spike_window}"))
         if self.spike_factor is not None and self.spike_action == "accept" and not self.rerun:
             problems.append(
                 Problem(
@@ -186,7 +158,6 @@ class ResilienceConfig:
                     "set rerun=true, spike_action=skip or stop, or spike_factor=none",
                 )
             )
-        problems += [Problem("skip_steps", f"steps count from 1, got {step}") for step in self.skip_steps if step < 1]
         for text in self.inject:
             try:
                 if Drill.parse(text).step < 1:
@@ -194,10 +165,3 @@ class ResilienceConfig:
             except ValueError as error:
                 problems.append(Problem("inject", f"{error}; got {text!r}"))
         return problems
-
-
-def _at_least_one(cfg: object, name: str) -> list[Problem]:
-    value = getattr(cfg, name)
-    if value is None or value >= 1:
-        return []
-    return [Problem(name, f"must be at least 1, got {value}", "none turns it off")]

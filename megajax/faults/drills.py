@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megajax.faults.beats import attempt_number
-from megajax.mesh.processes.world import process_index
+from megajax.processes.world import process_index
 
 NUMERIC = ("nan", "inf", "spike", "nan_gradients")
 """nan, inf: loss and gradients are multiplied by it; spike: by 1000; nan_gradients: only the gradients, by NaN."""

@@ -6,7 +6,6 @@ calls fail when that process has ended, and block while it is stopped.
 
 import contextlib
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +18,8 @@ from jax._src import distributed  # the key-value store of the coordination serv
 
 from megajax.config.call_with_timeout import with_time_limit
 from megajax.config.errors import UserError, first_line
-from megajax.faults.activity import FINISH, SAVE, START, Stage, describe_phase
-
-CONNECTION = re.compile(
-    r"Gloo \w+ (failed|timed out)|Connection (closed|reset) by peer|Socket closed|Broken pipe|NCCL|ncclComm"
-    r"|[Cc]oordination ?service|[Bb]arrier .*(timed out|failed|aborted)|heartbeat|unhealthy",
-)
-"""Runtime errors of collectives or the coordination service that could not reach another process."""
+from megajax.faults.activity import FINISH, SAVE, Position, describe_phase, position
+from megajax.faults.attempt_end import PEER_LOST
 
 PERIOD_SECONDS = 1.0
 """Period at which a process publishes its status."""
@@ -44,13 +38,9 @@ SILENT_PERIODS = 2.5
 
 _KEY, _HANGS, _STOPS = "megajax/status", "megajax/asked/stacks", "megajax/asked/stop"
 _REQUESTS = "megajax/asked"
-type Position = tuple[float, int, bool]
-"""Step, place in the step, and whether it waits for others: of two processes at one place, one that waits is ahead."""
 
 _SAVES = (SAVE, FINISH)
 """Phases of the main thread that wait for background saves."""
-_ORDER = {"data_wait": 0, "step": 1, "compile": 1}
-"""Phases of a step in their order; others follow."""
 
 
 class Status(NamedTuple):
@@ -74,12 +64,12 @@ class Status(NamedTuple):
     background: "Status | None" = None
     """The phase of another thread, such as a background save; None: there is none."""
 
+    completed: int = 0
+    """The last step whose numbers have arrived."""
+
     def position(self) -> Position:
-        """Progress of the process: the step, and the phase of the step or the stage of the set-up."""
-        if self.step is None:
-            place = {START: -2.0, FINISH: inf}.get(self.phase or "", -1.0)
-            return place, list(Stage).index(Stage(self.stage)) if self.stage else 0, self.waits
-        return self.step, _ORDER.get(self.phase or "", 2), self.waits
+        """How far the process is."""
+        return position(self.phase, self.step, self.stage, waits=self.waits, completed=self.completed)
 
     def description(self) -> str:
         """The phase in words: waiting for the rows of step 7."""
@@ -88,8 +78,8 @@ class Status(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Status":
         """The status whose JSON is `text`."""
-        *fields, background = json.loads(text)
-        return cls(*fields, None if background is None else cls(*background))
+        status = cls(*json.loads(text))
+        return status if status.background is None else status._replace(background=cls(*status.background))
 
 
 class Verdict(NamedTuple):
@@ -124,7 +114,7 @@ def find_cause(
     beats = {index: status.beat for index, status in before.items()}
     silent = [index for index in peers if index not in after or _is_silent(after[index], beats.get(index))]
     if silent:
-        first = min(silent, key=lambda index: after[index].position() if index in after else (-inf, 0, False))
+        first = min(silent, key=lambda index: after[index].position() if index in after else (-inf, 0, 0, False))
         more = "" if len(silent) == 1 else f" (nor do {len(silent) - 1} others)"
         last = f"; it was {after[first].description()}" if first in after else ""
         return Verdict(first, f"process {first} no longer runs{more}{last}")
@@ -160,18 +150,10 @@ def _last(local_process: int, states: Mapping[int, Status]) -> Verdict | None:
 def first_failure(local_process: int, states: Mapping[int, Status]) -> Verdict | None:
     """The first other process that reported a failure of its own, not of a lost or late process; None if none did."""
     for process, status in sorted(states.items()):
-        follows = status.cause not in (None, process) or secondary(status.failure or "")
-        if process != local_process and status.failure is not None and not follows:
+        failure, follows = status.failure, status.cause not in (None, process)
+        if process != local_process and failure is not None and not (follows or PEER_LOST.search(failure)):
             return Verdict(process, f"process {process} failed: {status.failure}", reported=True)
     return None
-
-
-LOST = "lost the connection to"
-
-
-def secondary(failure: str) -> bool:
-    """Whether a failure follows from that of another process."""
-    return failure.startswith(LOST)
 
 
 class PeerStatus:
@@ -322,12 +304,13 @@ def lost_peer(error: BaseException, peers: PeerStatus) -> tuple[LostPeer, Verdic
     Takes seconds: a process counts as killed when it has published nothing for some periods.
     """
     runtime_error = runtime_error_of(error)
-    if runtime_error is None or peers.single_process or not CONNECTION.search(str(runtime_error)):
+    if runtime_error is None or peers.single_process or not PEER_LOST.search(str(runtime_error)):
         return None
     verdict = peers.failed() or peers.verdict()
     if verdict.process is None or verdict.process == peers.index or verdict.patience > 0:
         return None
-    return LostPeer(f"{LOST} process {verdict.process}: {verdict.explanation} ({first_line(runtime_error)})"), verdict
+    text = f"lost the connection to process {verdict.process}: {verdict.explanation} ({first_line(runtime_error)})"
+    return LostPeer(text), verdict
 
 
 def runtime_error_of(error: BaseException) -> BaseException | None:
@@ -340,7 +323,7 @@ def runtime_error_of(error: BaseException) -> BaseException | None:
             cause
             for cause in causes(error)
             if isinstance(cause, jax.errors.JaxRuntimeError)
-            or (isinstance(cause, ValueError) and CONNECTION.search(str(cause)))
+            or (isinstance(cause, ValueError) and PEER_LOST.search(str(cause)))
         ),
         None,
     )

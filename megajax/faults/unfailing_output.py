@@ -8,6 +8,8 @@ import errno
 import io
 import os
 import sys
+import threading
+from contextlib import suppress
 from typing import Any
 
 CLOSED_STREAM_ERRORS = (errno.EPIPE, errno.EIO, errno.EBADF)
@@ -92,14 +94,36 @@ def keep_writing() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     for name, descriptor, fallback in (("stdout", 1, 2), ("stderr", 2, 1)):
-        before = getattr(sys, name)
-        if before is not None:
-            before.flush()
-        stream = io.TextIOWrapper(
-            io.BufferedWriter(LastingOutput(descriptor, fallback)),
-            encoding=getattr(before, "encoding", "utf-8"),
-            errors=getattr(before, "errors", "backslashreplace"),
-            line_buffering=getattr(before, "line_buffering", True),
-            write_through=getattr(before, "write_through", False),
-        )
-        setattr(sys, name, stream)
+        setattr(sys, name, _lasting(getattr(sys, name), LastingOutput(descriptor, fallback)))
+
+
+def _lasting(before: Any, output: LastingOutput) -> io.TextIOWrapper:
+    """A stream to the output with the properties of an earlier one, or of the standard ones."""
+    if before is not None:
+        before.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(output),
+        encoding=getattr(before, "encoding", "utf-8"),
+        errors=getattr(before, "errors", "backslashreplace"),
+        line_buffering=getattr(before, "line_buffering", True),
+        write_through=getattr(before, "write_through", False),
+    )
+
+
+def drop_lines(beginning: bytes) -> None:
+    """From now on, drops lines that compiled code writes to the standard output and that begin so.
+
+    `sys.stdout` writes to a copy of the descriptor. Lines of others pass through a pipe: at a crash they may be lost.
+    """
+    output, (read, write) = os.dup(1), os.pipe()
+    sys.stdout = _lasting(sys.stdout, LastingOutput(output, 2))
+    os.dup2(write, 1)
+    os.close(write)
+
+    def forward() -> None:
+        with open(read, "rb") as lines, suppress(OSError):
+            for line in lines:
+                if not line.startswith(beginning):
+                    os.write(output, line)
+
+    threading.Thread(target=forward, name="lines of compiled code", daemon=True).start()

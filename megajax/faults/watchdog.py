@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
-from megajax.config.errors import Problem
+from megajax.config.bounds import Bounds
 from megajax.faults.activity import BACKGROUND_SAVE, COMPILE, SETUP, START, ActivePhase, Activity, describe_phase
 
 ASLEEP_SECONDS = 5.0
@@ -27,15 +27,17 @@ GRACE_SECONDS = 10
 LONGEST_SECONDS = 1e9
 """A longer timer may not fit into the system's numbers."""
 
-_BARRIERS = ("megajax/mesh/processes/peers.py",)
+_BARRIERS = ("megajax/processes/peers.py",)
 _COLLECTIVES = ("jax/experimental/multihost_utils.py",)
 _COMPILING = tuple(f"jax/_src/{name}.py" for name in ("compiler", "interpreters/partial_eval", "interpreters/mlir"))
 
 MAX_SECONDS = 1e8
 """Seconds (three years). Timers of the operating system and of XLA have a maximum."""
+_OFF = f"{MAX_SECONDS:g} means never in practice, and resilience.watchdog=none turns the watchdog off"
+type Seconds = Annotated[float, Bounds(above=0, at_most=MAX_SECONDS, hint=_OFF)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
     """Limits in seconds. A process in which a phase takes longer ends with exit code 124. The limit of a phase is
     `factor` times its median in this run, and at least the value below.
@@ -43,46 +45,35 @@ class WatchdogConfig:
     Example: `mj.ResilienceConfig(watchdog=mj.WatchdogConfig(step=600))`
     """
 
-    factor: float = 10.0
+    factor: Annotated[float, Bounds(at_least=1, at_most=MAX_SECONDS)] = 10.0
     """A phase may take this many times the median of the last 64."""
-    step: float = 600.0
+    step: Seconds = 600.0
     """A train step: computation, and collectives with other processes."""
-    data_wait: float = 600.0
+    data_wait: Seconds = 600.0
     """Waiting for the rows of a step."""
-    evaluation: float = 1800.0
+    evaluation: Seconds = 1800.0
     """A batch or an answer of an evaluation."""
-    save: float = 7200.0
+    save: Seconds = 7200.0
     """The part of a save that blocks training, including the wait for the save before it."""
-    background_save: float = 7200.0
+    background_save: Seconds = 7200.0
     """Writing and committing a checkpoint while training goes on."""
-    compile: float = 7200.0
+    compile: Seconds = 7200.0
     """Compiling a program. Also the minimum for the first of each phase but start, setup and background_save, because
     another process may compile then."""
-    start: float = 900.0
+    start: Seconds = 900.0
     """Each stage of the start: connecting the processes (--init-timeout is added), finding devices, the first
     collective of all devices, and opening the compile cache."""
-    setup: float = 7200.0
+    setup: Seconds = 7200.0
     """Each stage between the start and the first step: index files, weights, reading a checkpoint."""
-    finish: float = 7200.0
+    finish: Seconds = 7200.0
     """After the last step: the last save, evaluations, report."""
-    other: float = 1800.0
+    other: Seconds = 1800.0
     """Any other phase."""
 
     def floor(self, phase: str) -> tuple[str, float]:
         """The setting for a phase, and its value."""
         name = phase if phase in PHASES else "other"
         return name, getattr(self, name)
-
-    def problems(self) -> list[Problem]:
-        off = f"{MAX_SECONDS:g} means never in practice, and resilience.watchdog=none turns the watchdog off"
-        problems = [
-            Problem(name, f"must be above 0 and at most {MAX_SECONDS:g} seconds, got {value:g}", off)
-            for name in (*PHASES, "other")
-            if not 0 < (value := getattr(self, name)) <= MAX_SECONDS
-        ]
-        if not 1 <= self.factor <= MAX_SECONDS:
-            problems.append(Problem("factor", f"must be from 1 to {MAX_SECONDS:g}, got {self.factor:g}"))
-        return problems
 
 
 PHASES = tuple(field.name for field in fields(WatchdogConfig) if field.name not in ("factor", "other"))

@@ -6,7 +6,6 @@ search, and `Embedding` delivers the vector of a prompt in place of an answer.
 
 from collections import abc
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from megajax.inference.detokenizer import Detokenizer, TextStream
 from megajax.inference.request import Finish, Output, Request, Sampled, Sequence, TokenScore
 from megajax.inference.sampling.beams import Beam, BeamSearch, Finished
 from megajax.inference.scheduler import Scheduler
+from megajax.inference.statistics import EngineCounts
 
 
 class ActiveRequest:
@@ -46,8 +46,24 @@ class ActiveRequest:
         """End the sequence without another token. problem: as in `Output`."""
         raise NotImplementedError
 
-    def receive(self, sequence: Sequence, computed: int, result: Sampled) -> None:
-        """Handle a result of the device. computed: number of the sequence's tokens computed by the end of the step."""
+    def receive(self, sequence: Sequence, computed: int, result: Sampled, counts: EngineCounts) -> None:
+        """Handle the result of a sequence, and those after its draft as long as the draft has the tokens that were
+        chosen: it gets the tokens of steps without drafts, one by one, and ends where it would end with these.
+
+        computed: number of the sequence's tokens computed by the end of the step, without the draft.
+        """
+        draft = sequence.draft
+        counts.drafts += bool(draft)
+        counts.drafted += len(draft)
+        self._receive(sequence, computed, result)
+        for ahead, (token, following) in enumerate(zip(draft, result.following, strict=True)):
+            if sequence not in self.sequences or sequence.tokens[computed + ahead] != token:
+                break
+            counts.accepted[ahead] += 1
+            sequence.computed += 1
+            self._receive(sequence, sequence.computed, following)
+
+    def _receive(self, sequence: Sequence, computed: int, result: Sampled) -> None:
         if sequence.unscored:
             last = min(computed + 1, sequence.prompt)
             self._prompt_scores[last - len(result.prompt) :] = result.prompt
@@ -176,13 +192,8 @@ class BestAnswers(Answers):
 
 
 class Embedding(ActiveRequest):
-    """The embedding of a prompt, delivered when the whole prompt was computed."""
-
-    def __init__(
-        self, request: Request, sequences: abc.Sequence[Sequence], detokenizer: Detokenizer, scheduler: Scheduler
-    ):
-        """sequences: a single one, whose limit is its prompt."""
-        super().__init__(request, sequences, scheduler)
+    """The embedding of a prompt, delivered when the whole prompt was computed: of one sequence, whose limit is its
+    prompt."""
 
     def end(self, sequence: Sequence, finish: Finish, problem: str = "") -> None:
         embedding: tuple[float, ...] = ()
@@ -306,7 +317,13 @@ def _no_token(sequence: Sequence) -> str:
     return f"{excluding[0]} leaves no token to follow {sequence.generated} tokens of the answer: allow more tokens"
 
 
-def seed_of(seed: int, choice: int) -> int:
-    """The seed of an answer, from the seed of its request."""
-    digest = blake2b(seed.to_bytes(8, "big") + choice.to_bytes(8, "big"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def answers_of(
+    request: Request, sequences: abc.Sequence[Sequence], detokenizer: Detokenizer, scheduler: Scheduler
+) -> ActiveRequest:
+    """The answers of a request, whose sequences are queued."""
+    if request.pooling:
+        return Embedding(request, sequences, scheduler)
+    if request.sampling.beams > 1:
+        return BeamAnswers(request, sequences, detokenizer, scheduler)
+    kind = Answers if request.sampling.best_of is None else BestAnswers
+    return kind(request, sequences, detokenizer, scheduler)

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,9 +13,10 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.batch import Params
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
-from megajax.inference.adapters import AdapterTable
+from megajax.inference.admission import AdapterTable, AnswerRules
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice, ModelWeights
 from megajax.inference.encoder import EncoderDevice, EncoderPrograms
@@ -24,6 +26,7 @@ from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart,
 from megajax.inference.programs import Programs
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
+from megajax.inference.sampling_settings import GuideLimits
 from megajax.inference.speculation.earlier_text import EarlierText
 from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads, heads_alone
 from megajax.inference.step_arrays import buckets_up_to
@@ -34,10 +37,10 @@ from megajax.layers.cache_spec import EIGHT_BIT, CacheLeaf, stored_leaves
 from megajax.layers.moe.config import MoEConfig
 from megajax.mesh.config import DATA_AXES, ParallelConfig, devices_over
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.processes.peers import Peers
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
+from megajax.processes.peers import Peers
 from megajax.tokenizers.base import Tokenizer
 
 TILE = 32
@@ -62,12 +65,14 @@ def make_engine(
     queue: int,
     answer_start: tuple[int, ...] = (),
     each_process: bool = False,
+    guide_limits: GuideLimits | None = None,
 ) -> Engine:
     """Steps are compiled when first needed; see `ModelDevice.programs`.
 
     end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
-    requests; answer_start: as in `Engine`; each_process: all processes have such an engine and give it the same
-    requests, instead of one that leads. Raises UserError if there is no memory for the cache, if a layer cannot take
+    requests; answer_start: as in `AnswerRules`; each_process: all processes have such an engine and give it the same
+    requests, instead of one that leads; guide_limits: as in
+    `Guides`. Raises UserError if there is no memory for the cache, if a layer cannot take
     back the tokens of a draft, and for drafts by heads that the model lacks.
     """
     least = 2
@@ -80,8 +85,7 @@ def make_engine(
     # A recurrence runs over a whole prompt, and an encoder reads the text of one.
     tiled = all(leaf.per == "token" for leaf in model.cfg.cache_leaves(tensor))
     tile = min(TILE, chunk) if tiled else chunk
-    shapes: Any = {"drafts": config.speculate, "invariant": invariant, "least": least}
-    buckets = buckets_up_to(max(2, config.rows), chunk, tile, **shapes)
+    buckets = buckets_up_to(max(2, config.rows), chunk, tile, drafts=config.speculate, invariant=invariant, least=least)
     predicting = heads_alone(model.cfg, config.speculate) if config.drafts == "mtp" else None
     size = cache_size(config, length, model, dtype, () if predicting is None else predicting.cache_leaves(tensor))
     model, heads, settings = for_steps(model), None, dict[str, Any](length=length, dtype=dtype)
@@ -100,28 +104,26 @@ def make_engine(
         **settings,
     )
     whitespace = config.json_whitespace
-    guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens, whitespace=whitespace)
+    pieces = partial(token_pieces, tokenizer, vocabulary)
+    guides = Guides(pieces, end_tokens, whitespace=whitespace, limits=guide_limits)
     adapters = None if model.adapters is None else AdapterTable(model.adapters.count, programs.write_adapter)
     device = ModelDevice(programs, vocabulary)
-    return Engine(
-        device,
+    rules = AnswerRules(
         tokenizer=tokenizer,
         end_tokens=end_tokens,
-        queue=queue,
         answer_start=answer_start,
-        guide=guides,
-        adapters=adapters,
-        look_ahead=config.look_ahead,
-        # Processes that follow would keep theirs.
-        weights=ModelWeights(programs) if each_process or not model.mesh.is_multi_process else None,
+        guide=guides.start,
         drafter=EarlierText if heads is None else FromStep,
     )
+    # Processes that follow would keep theirs.
+    weights = ModelWeights(programs) if each_process or not model.mesh.is_multi_process else None
+    return Engine(device, rules, queue=queue, adapters=adapters, weights=weights, look_ahead=config.look_ahead)
 
 
 def demand_equality(model: LoadedModel, config: InferenceConfig) -> None:
     """Raises UserError unless log-probabilities of `config.equal_to_training` can equal those of training."""
     cfg, excess = model.cfg, "xla_allow_excess_precision"
-    problems = [f"inference.{problem.setting} {problem.message}" for problem in config.problems()]
+    problems = [f"inference.{problem.setting} {problem.message}" for problem in problems_of(config)]
     if config.compute != "float32" and model.options.get(excess) is not False:
         problems.append(
             f"in {config.compute}, XLA may skip roundings: set xla.options.{excess}=false, also in training"
@@ -148,13 +150,13 @@ def encoder_engine(
 
     Raises UserError for settings that need a model of text.
     """
-    for setting in ("adapters", "speculate"):
-        if value := getattr(config, setting):
+    for setting, value in (("adapters", config.adapters), ("speculate", config.speculate)):
+        if value:
             name = type(model.cfg).__name__
             raise UserError(f"inference.{setting}={value}: {name} gives embeddings, and no text. Set it to 0")
     vocabulary = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size)
     device = EncoderDevice(EncoderPrograms(for_steps(model), rows=config.rows, length=length), vocabulary)
-    return Engine(device, tokenizer=tokenizer, queue=queue)
+    return Engine(device, AnswerRules(tokenizer=tokenizer), queue=queue)
 
 
 def for_steps(model: LoadedModel) -> LoadedModel:
@@ -207,7 +209,7 @@ def cache_size(
 
 def shard_bytes(like: jax.ShapeDtypeStruct) -> int:
     """Bytes of an array on one device."""
-    sharding: Any = like.sharding
+    sharding = like.sharding
     return prod(sharding.shard_shape(like.shape)) * like.dtype.itemsize
 
 
@@ -303,13 +305,10 @@ def engine_of_run(
         parallel, mesh = engine_layout(mesh)
     else:
         for name in ("expert", "tensor") if config.equal_to_training else ():
-            if getattr(parallel, name) != mesh.shape[name]:
-                message = (
-                    f"the engine has parallel.{name}={getattr(parallel, name)}, and the run has {mesh.shape[name]}"
-                )
+            if (size := getattr(parallel, name)) != mesh.shape[name]:
+                message = f"the engine has parallel.{name}={size}, and the run has {mesh.shape[name]}"
                 raise UserError(f"inference.equal_to_training=true: {message}: set them to the same number")
         mesh = build_mesh(parallel, list(mesh.devices.flat))
     model = model_on_mesh(cfg.model, arrays, parallel, mesh, cfg.precision, options)
     config = replace(config, compute=cfg.precision.compute)
-    settings: Any = {"end_tokens": end_tokens, "length": length, "queue": queue}
-    return make_engine(model, config, tokenizer, **settings, each_process=True)
+    return make_engine(model, config, tokenizer, end_tokens=end_tokens, length=length, queue=queue, each_process=True)

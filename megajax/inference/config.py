@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
+from megajax.config.bounds import Bounds, Count, Index
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
+from megajax.config.paths_and_store_urls import PathText
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla_options import XlaConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.protocol import ModelConfig
+from megajax.processes.xla_options import XlaConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 
 type Dtype = Literal["float32", "bfloat16", "float16"]
@@ -18,25 +19,25 @@ type Drafts = Literal["text", "mtp"]
 type ImageFit = Literal["pad", "crop", "stretch"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
     """The engine: its cache, the sizes of its steps, dtypes and kernels.
 
     Example: `mj.InferenceConfig(rows=64, cache_dtype="int8")`
     """
 
-    rows: int = 32
+    rows: Count = 32
     """Maximum number of requests that generate at the same time, on each replica."""
-    length: int | None = None
+    length: Annotated[int, Bounds(at_least=2)] | None = None
     """Maximum number of tokens of a request, prompt and answer. None: the model's sequence_length."""
-    chunk: int = 512
+    chunk: Count = 512
     """Maximum number of prompt tokens in a step, of one or several prompts, rounded up to whole tiles of 32. Longer
     prompts take several steps, while other requests continue."""
-    block: int = 16
+    block: Count = 16
     """Tokens of a block of the cache."""
-    cache_tokens: int | None = None
+    cache_tokens: Count | None = None
     """Tokens in the cache of each replica. None: as many as fit, see memory_share."""
-    memory_share: float = 0.9
+    memory_share: Annotated[float, Bounds(above=0, at_most=1)] = 0.9
     """Share of the device memory left by the weights that the cache takes if cache_tokens is None. On CPUs, the cache
     has room for `rows` requests of `length` tokens, within a quarter of the free memory."""
     compute: Dtype = "bfloat16"
@@ -56,10 +57,10 @@ class InferenceConfig:
     look_ahead: bool = True
     """Start a step before the tokens of the previous one are read, so that the device does not wait for the host. With
     `speculate` steps begin with these tokens, and do not look ahead."""
-    snapshots: int = 8
+    snapshots: Index = 8
     """For models with a state per request (Mamba): number of states that are kept, on each replica, at the ends of
     prompts and where they part, so that a prompt that begins like another one is computed from there on. 0: none."""
-    speculate: int = 0
+    speculate: Index = 0
     """Speculative decoding: a step verifies up to this many tokens for each request, which `drafts` gives. The
     answers are the same, in fewer steps if drafts are right. 0: none."""
     drafts: Drafts = "text"
@@ -69,34 +70,19 @@ class InferenceConfig:
     """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
     json_whitespace: bool = False
     """Allow spaces and line ends in answers that match a JSON schema. False: none, which takes the fewest tokens."""
-    adapters: int = 0
+    adapters: Index = 0
     """Number of low-rank adapters that may be loaded at the same time, one for each request."""
-    adapter_rank: int = 16
+    adapter_rank: Count = 16
     """Maximum rank of these adapters. Each step computes `adapters` x `adapter_rank` columns beside each matrix."""
     image_fit: ImageFit = "crop"
     """Conversion of an image with another aspect ratio: padded with grey, cropped to the center, or stretched. With
     --run, the default is the run's data.fit."""
     template: PathText | None = None
-    """Chat template: Jinja2 text, a file with a template, or a name such as chatml (see data.template). None: the
-    template of the run's data or of the tokenizer's files."""
+    """Chat template: Jinja2 text, a file with a template, a model's folder, or a name such as chatml (see
+    data.template). None: the template of the run's data or of the tokenizer's files."""
 
     def problems(self) -> list[Problem]:
-        problems = [
-            Problem(name, f"must be at least {least}, got {value}")
-            for name, least in (
-                ("rows", 1),
-                ("length", 2),
-                ("chunk", 1),
-                ("block", 1),
-                ("cache_tokens", 1),
-                ("snapshots", 0),
-                ("speculate", 0),
-            )
-            if (value := getattr(self, name)) is not None and value < least
-        ]
-        for name, least in (("adapters", 0), ("adapter_rank", 1)):
-            if (value := getattr(self, name)) < least:
-                problems.append(Problem(name, f"must be at least {least}, got {value}"))
+        problems = []
         if self.equal_to_training:
             problems += self._equality_problems()
         elif self.kernel == "fixed":
@@ -104,8 +90,6 @@ class InferenceConfig:
         if self.drafts == "mtp" and not self.speculate:
             message = "is mtp, and speculate=0, so that no step verifies drafts"
             problems.append(Problem("drafts", message, "set speculate to the number of tokens of a draft"))
-        if not 0 < self.memory_share <= 1:
-            problems.append(Problem("memory_share", f"must be above 0 and at most 1, got {self.memory_share:g}"))
         if self.cache_tokens is not None and self.cache_tokens < self.block:
             message = f"{self.cache_tokens} is less than a block of {self.block} tokens"
             problems.append(Problem("cache_tokens", message, "raise it, or lower block"))
@@ -124,30 +108,27 @@ class InferenceConfig:
             yield Problem(name, message, "leave it out, or set equal_to_training=false")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class InferenceParallelConfig:
     """How the devices share the work.
 
     Example: `mj.InferenceParallelConfig(expert=4, tensor=8)`
     """
 
-    tensor: int = 1
+    tensor: Count = 1
     """Number of devices over which each matrix is sharded."""
-    expert: int = 1
+    expert: Count = 1
     """Number of devices over which the experts of a mixture are sharded, each time `tensor` devices. Each of them is a
     replica of all other layers, with separate requests."""
-    data: int | None = None
+    data: Count | None = None
     """Replicas of the whole model. None: all devices / (`expert` x `tensor`)."""
 
     def layout(self) -> ParallelConfig:
         """The settings of the mesh."""
         return ParallelConfig(tensor=self.tensor, expert=self.expert, data=self.data, data_sharding="replicate")
 
-    def problems(self) -> list[Problem]:
-        return self.layout().problems()
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """Everything that generated text depends on, except the weights and the requests.
 
@@ -174,8 +155,6 @@ class GenerationConfig:
         return self.inference.length or self.model.row_positions()
 
     def _problems(self, devices: int | None) -> Iterator[Problem]:
-        if self.parallel.problems():
-            return
         layout = self.parallel.layout()
         if devices is not None:
             for problem in layout.device_problems(devices):

@@ -13,7 +13,7 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.config.errors import UserError
-from megajax.inference.loaded_model import StepWeights, demand_alike
+from megajax.inference.loaded_model import StepWeightMaker, demand_alike
 from megajax.inference.model_step import STATES
 from megajax.inference.programs import Dispatched, Programs
 from megajax.inference.request import Pooled, Sampled, Sequence, Step, TokenScore
@@ -25,10 +25,11 @@ from megajax.layers.param import Adapter, specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.named_shardings import replicated
 from megajax.models.answers.config import EXPERTS
+from megajax.models.protocol import GeneratingModel
 
 
 class ModelDevice:
-    """A `megajax.inference.request.Device` that runs a model's compiled steps."""
+    """A `megajax.inference.request.EngineDevice` that runs a model's compiled steps."""
 
     generates = True
     top = TOP
@@ -98,7 +99,7 @@ class Embedder(NamedTuple):
     tile: int
     """Tokens of a tile; a step has at most one prompt for each tile."""
 
-    def __call__(self, layout: Layout, model: Any, states: Array, targets: Array) -> Array:
+    def __call__(self, layout: Layout, model: GeneratingModel, states: Array, targets: Array) -> Array:
         """float32 [replicas * tiles, D]: for each prompt, the sum of the final norm's output over the tokens whose
         target it is."""
 
@@ -142,7 +143,7 @@ class HostArray(NamedTuple):
     """An array in host memory: the parts of this process's devices."""
 
     shape: tuple[int, ...]
-    sharding: Any
+    sharding: jax.sharding.Sharding
     parts: Mapping[Any, np.ndarray]
     """By the place of the part in the array; parts that several devices have are kept once."""
     places: tuple[tuple[jax.Device, Any], ...]
@@ -165,17 +166,17 @@ class HostArray(NamedTuple):
 
 
 class ModelWeights:
-    """A `megajax.inference.request.Weights`: those of the compiled steps of a model."""
+    """A `megajax.inference.request.MovableWeights`: those of the compiled steps of a model."""
 
     def __init__(self, programs: Programs):
         self._programs, self._at_rest = programs, dict[str, Any]()
         self._slots = frozenset(specs(programs.loaded.model, Adapter))
-        self._makes = StepWeights(programs.loaded)
+        self._makes = StepWeightMaker(programs.loaded)
 
-    def prepare(self, weights: Any, *, shared: bool = False) -> Callable[[], Params]:
+    def prepare(self, weights: Params | Callable[[], Params], *, shared: bool = False) -> Callable[[], Params]:
         """weights: the arrays of a training state by path; or a function that returns weights as steps read them.
         shared: see `Engine.refit`."""
-        if callable(weights):
+        if not isinstance(weights, Mapping):
             return weights
         self._makes.check(weights)
         return partial(self._makes, weights, shared=shared)
@@ -226,7 +227,7 @@ class ModelStep:
         scores: PromptScores | None = None
         if any(row.unscored for row in prompts):
             scores = programs.score(step, scorer, scorer.targets(work, step.bucket))
-        sums: Any = None
+        sums: Array | None = None
         if any(row.pooling for row in prompts):
             sums = programs.score(step, embedder, embedder.targets(work, step.bucket))
         self._chosen = chosen, scores, sums
@@ -283,5 +284,5 @@ def _score(token: int, at: tuple[int, int], count: int, scores: PromptScores) ->
     return TokenScore(token, float(scores.logprob[at]), int(scores.scores.rank[at]), top)
 
 
-def _pairs(tokens: Any, logprobs: Any, count: int) -> tuple[tuple[int, float], ...]:
+def _pairs(tokens: Array, logprobs: Array, count: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True))

@@ -52,7 +52,7 @@ class EncoderPrograms:
         """
         return self._everywhere("embed", tokens, counts, poolings)
 
-    def _everywhere(self, name: str, *arguments: Any) -> Any:
+    def _everywhere(self, name: str, *arguments: object) -> Any:
         """Run an operation on the devices of all processes -> its result."""
         with self.announced(name, arguments):
             return self.operate(name, *arguments)
@@ -89,11 +89,11 @@ class EncoderPrograms:
 
 
 class EncoderDevice:
-    """A `megajax.inference.request.Device`. Prompts of one step are grouped by their padded lengths."""
+    """A `megajax.inference.request.EngineDevice`. Prompts of one step are grouped by their padded lengths."""
 
     top, drafts, prefix_sharing, window, snapshots, memory, images = 0, 0, False, None, 0, 0, None
     generates = False
-    experts: Any = None
+    experts: abc.Callable[[int, Sequence], Any] | None = None
 
     def __init__(self, programs: EncoderPrograms, vocabulary: int):
         """vocabulary: ids in use."""
@@ -115,7 +115,7 @@ class EncoderDevice:
                 groups.append(self._group(rows, length))
         return EncoderStep(work, groups)
 
-    def _group(self, rows: abc.Sequence[abc.Sequence[Sequence]], length: int) -> "Group":
+    def _group(self, rows: abc.Sequence[abc.Sequence[Sequence]], length: int) -> "TextGroup":
         """The dispatched texts of each replica, all padded to a length."""
         most = max(map(len, rows))
         count = next(count for count in self.programs.counts if count >= most)
@@ -126,21 +126,21 @@ class EncoderDevice:
             for place, row in enumerate(texts, start=replica * count):
                 tokens[place, : row.prompt], counts[place] = row.tokens[: row.prompt], row.prompt
                 poolings[place], places[row] = POOLINGS.index(row.pooling or "mean"), place
-        return Group(places, self.programs.embed(tokens, counts, poolings))
+        return TextGroup(places, self.programs.embed(tokens, counts, poolings))
 
 
-class Group(NamedTuple):
+class TextGroup(NamedTuple):
     """Texts of one padded length."""
 
     places: dict[Sequence, int]
-    sums: Any
+    sums: Array
     """float32 [texts, D]."""
 
 
 class EncoderStep:
     """A `megajax.inference.request.StartedStep` of an encoder."""
 
-    def __init__(self, work: abc.Sequence[Step | None], groups: abc.Sequence[Group]):
+    def __init__(self, work: abc.Sequence[Step | None], groups: abc.Sequence[TextGroup]):
         self._work, self._groups = work, groups
 
     def choose(self) -> None:

@@ -25,6 +25,7 @@ from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache
 from megajax.mesh.layout import Layout
+from megajax.models.protocol import ModelConfig
 
 IMAGES = "images"
 """Name of the cache leaf, and of the leaf of a row."""
@@ -67,14 +68,8 @@ class ImageReader:
                 return ReadImage(*patch_image(picture, self.images.patches))
             return ReadImage(fit_image(picture, (self.images.width, self.images.height), self._fit), (0, 0))
         except UnreadableItem as error:
-            reason = (
-                str(error)
-                if error.reason == "too long"
-                else f"has more than {self._pixels:,} pixels"
-                if error.reason == "too large"
-                else "is damaged"
-            )
-            raise UserError(reason) from error
+            reasons = {"too long": str(error), "too large": f"has more than {self._pixels:,} pixels"}
+            raise UserError(reasons.get(error.reason, "is damaged")) from error
 
     def place(self, tokens: Sequence[int], pictures: Sequence[ReadImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
         """A prompt with one image token for each picture, in order -> its tokens and images.
@@ -98,8 +93,8 @@ class ImageReader:
         return prompt, tuple(images)
 
 
-def image_input(model: Any) -> ImageInput | None:
-    """The images of a row of a `megajax.models.protocol.ModelConfig`; None if it reads none within its text."""
+def image_input(model: ModelConfig) -> ImageInput | None:
+    """The images of a row of a model; None if it reads none within its text."""
     leaf = model.schema().get(IMAGES)
     if leaf is None or leaf.placeholder is None:
         return None

@@ -16,10 +16,12 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from megajax.batch import Params
-from megajax.checkpoint.weights.foreign import WeightSource, placed
+from megajax.checkpoint.weight_source import WeightSource, placed
 from megajax.config.errors import UserError
+from megajax.config.hints import below
 from megajax.layers.cache_spec import CacheLeaf, stored_leaves
 from megajax.layers.decoding import LayerLoop, rolled, unrolled
 from megajax.layers.lora.add_adapters import AdapterSlots
@@ -28,8 +30,9 @@ from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
 from megajax.mesh.layout import Layout
 from megajax.mesh.replicated_heads import copy_heads
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.facts import facts_of
+from megajax.models.protocol import ModelConfig
 from megajax.precision.config import PrecisionConfig
 
 
@@ -98,7 +101,7 @@ class LoadedModel:
         """The layout of an array with these logical axes in a step."""
         return NamedSharding(self.mesh, self.layout.plan.compute.spec(axes))
 
-    def like(self, count: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def like(self, count: int, *shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         """The shape of an array [count, ...] of each replica, all concatenated."""
         sharding = self.sharding("batch", *[None] * len(shape))
         return jax.ShapeDtypeStruct((self.replicas * count, *shape), dtype, sharding=sharding)
@@ -162,7 +165,7 @@ def load_weights(
     demand_shapes(source, declared)
     demand_divisible(declared, plan, mesh)
 
-    def like(spec: ParamSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def like(spec: ParamSpec, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout.plan.compute.spec(spec.axes)))
 
     with jax.set_mesh(mesh):
@@ -176,14 +179,14 @@ def load_weights(
         for path, spec in observed.items():
             updater = spec.observed()
             target = like(spec, updater.shape(spec.shape), jnp.float32)
-            present = path in source.shapes()
+            present = path in source.shapes
             state = placed(source, path, target, _rows(spec)) if present else jnp.zeros(target.shape, jnp.float32)
             weights[path] = jax.device_put(updater.used(state, jnp.ones((), jnp.float32)), target.sharding)
     return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options, adapters)
 
 
 def model_on_mesh(
-    cfg: Any,
+    cfg: ModelConfig,
     arrays: Params,
     parallel: ParallelConfig,
     mesh: Mesh,
@@ -223,14 +226,14 @@ def stored_specs(model: nnx.Module) -> dict[str, ParamSpec]:
 
 def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> None:
     """Raises UserError that lists all weights that are missing in the source or have another shape."""
-    stored, problems = source.shapes(), list[str]()
+    stored, problems = source.shapes, list[str]()
     for path, spec in declared.items():
         if path not in stored:
             problems.append(f"{path}: missing")
         elif stored[path] != spec.shape:
             problems.append(f"{path}: {list(stored[path])} stored, {list(spec.shape)} in the model")
     if problems:
-        raise UserError("\n  ".join([f"the weights of {source.where} are not this model's:", *problems]))
+        raise UserError(below(f"the weights of {source.where} are not this model's:", problems))
 
 
 def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) -> None:
@@ -249,7 +252,7 @@ def _rows(spec: ParamSpec) -> range | None:
     return range(len(spec.layers)) if spec.layers else None
 
 
-class StepWeights:
+class StepWeightMaker:
     """Makes the weights of an engine's steps from those of a training state. Compiled once."""
 
     def __init__(self, loaded: LoadedModel):
@@ -264,9 +267,9 @@ class StepWeights:
             if (problem := self._problem(spec, arrays.get(path))) is not None:
                 problems.append(f"{path}: {problem}")
         if problems:
-            raise UserError("\n  ".join(["the arrays are not this model's weights:", *sorted(problems)]))
+            raise UserError(below("the arrays are not this model's weights:", sorted(problems)))
 
-    def _problem(self, spec: ParamSpec, array: Any) -> str | None:
+    def _problem(self, spec: ParamSpec, array: Array | np.ndarray | None) -> str | None:
         shape = spec.shape if spec.updater is None else spec.updater.shape(spec.shape)
         if array is None:
             return "missing"
@@ -323,5 +326,5 @@ def demand_alike(weights: Params, likes: Mapping[str, Any]) -> None:
         raise UserError(f"{len(others)} of {len(wanted)} weights do not fit the compiled steps: {difference}")
 
 
-def _described(weight: Any) -> list[tuple[Any, ...]]:
+def _described(weight: object) -> list[tuple[Any, ...]]:
     return [(leaf.shape, leaf.dtype.name, leaf.sharding) for leaf in jax.tree.leaves(weight)]

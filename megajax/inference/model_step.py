@@ -18,7 +18,8 @@ from megajax.layers.cache_spec import CacheLeaf
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows, write
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
+from megajax.models.protocol import GeneratingModel
 
 STATES = ("batch", None, None)
 """Logical axes of the outputs of a stack [T, 1, D]."""
@@ -83,7 +84,13 @@ def copied_states(
 
 
 def step_output(
-    model: Any, layout: Layout, cache: Mapping[str, Array], arrays: StepArrays, rows: StepRows, *, states: bool = False
+    model: GeneratingModel,
+    layout: Layout,
+    cache: Mapping[str, Array],
+    arrays: StepArrays,
+    rows: StepRows,
+    *,
+    states: bool = False,
 ) -> tuple[StepOutput, Cache]:
     """The output of a step, with `StepOutput.states` on request, and the cache with its tokens."""
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
@@ -150,10 +157,10 @@ class Chooser(Protocol):
         ...
 
 
-class Scorer(Protocol):
+class StateScorer(Protocol):
     """A use of the states of prompts' tokens; hashable."""
 
-    def __call__(self, layout: Layout, model: Any, states: Array, targets: Array) -> Any:
+    def __call__(self, layout: Layout, model: GeneratingModel, states: Array, targets: Array) -> Any:
         """States of `StepOutput.prompts` and int32 [chunk] targets -> a pytree of arrays.
 
         model: a `megajax.models.protocol.GeneratingModel`.

@@ -35,7 +35,7 @@ from megajax.inference.model_step import (
     STATES,
     TOKENS,
     Chooser,
-    Scorer,
+    StateScorer,
     StepOutput,
     copied_states,
     known_tokens,
@@ -202,7 +202,7 @@ class Programs:
             programs += [(f"heads, {bucket}", partial(self._drafts, self.heads, bucket)) for bucket in self.buckets]
         return programs
 
-    def _compiled(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    def _compiled(self, key: object, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """A program; compiled when first needed."""
         if key not in self.compiled:
             loaded = self.loaded
@@ -248,7 +248,7 @@ class Programs:
 
         return self._compiled((bucket.without_prompts(), chooser), lower)
 
-    def _scores(self, bucket: Bucket, scorer: Scorer) -> jax.stages.Compiled:
+    def _scores(self, bucket: Bucket, scorer: StateScorer) -> jax.stages.Compiled:
         """The program of a scorer."""
         loaded = self.loaded
 
@@ -301,15 +301,15 @@ class Programs:
         """
         return self._everywhere("choose", step.bucket, self.choosers.index(chooser), inputs, step.slots)
 
-    def score(self, step: Dispatched, scorer: Scorer, targets: np.ndarray) -> Any:
-        """Score the prompts' tokens of the last step. targets: int32 [replicas * chunk], as in `Scorer`."""
+    def score(self, step: Dispatched, scorer: StateScorer, targets: np.ndarray) -> Any:
+        """Score the prompts' tokens of the last step. targets: int32 [replicas * chunk], as in `StateScorer`."""
         return self._everywhere("score", step.bucket, scorer, targets)
 
     def write_adapter(self, slot: int, values: Mapping[str, np.ndarray]) -> None:
         """Replace the adapter in a slot for the following steps. values: arrays of a slot by path."""
         self._everywhere("write_adapter", slot, values)
 
-    def _everywhere(self, name: str, *arguments: Any) -> Any:
+    def _everywhere(self, name: str, *arguments: object) -> Any:
         """Run an operation on the devices of all processes -> its result."""
         with self.announced(name, arguments):
             return self.operate(name, *arguments)
@@ -370,7 +370,7 @@ class Programs:
         declared, rank = specs(self.loaded.model, Adapter), self.loaded.adapters.rank
         axis_of = {path: spec.axes.index("rank") for path, spec in declared.items()}
 
-        def written(leaf: Any, values: Array, first: Array, axis: int) -> Any:
+        def written(leaf: Array | tuple, values: Array, first: Array, axis: int) -> Array | tuple:
             if isinstance(leaf, tuple):  # As `layers_apart` has them.
                 return tuple(written(row, values[number], first, axis - 1) for number, row in enumerate(leaf))
             return jax.lax.dynamic_update_slice_in_dim(leaf, values, first, axis)

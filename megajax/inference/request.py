@@ -5,14 +5,16 @@ Plain Python: a server or a script can build requests, and a scheduler can run, 
 
 from array import array
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from megajax.batch import Patches
-from megajax.config.errors import Problem, UserError
+from megajax.batch import Params, Patches
+from megajax.config.errors import UserError
 from megajax.inference.sampling_settings import BAD_LENGTH, Sampling
+
+type OtherWeights = Params | Callable[[], Params]
 
 type Finish = Literal["stop", "length", "cancelled", "error", "abort"]
 """Why an answer ended: a stop string, a stop token or the end of the text; `max_tokens` or the maximum row length;
@@ -84,7 +86,7 @@ class Output(NamedTuple):
     """With the finish "error": the setting of the request that is wrong, a space, and what is wrong; empty for a fault
     of the engine."""
     experts: Any = None
-    """In the last output, if requested: an array [N, L, k] as `Device.experts` gives it."""
+    """In the last output, if requested: an array [N, L, k] as `EngineDevice.experts` gives it."""
 
     def merge(self, following: "Output") -> "Output":
         """This output and the following one of the same answer as one output."""
@@ -171,6 +173,9 @@ class Request:
     """Whether `Output.experts` are delivered, by a model whose cache keeps them."""
     cache_salt: bytes = b""
     """Blocks of the cache are shared only between requests with the same one."""
+    guided: Any = None
+    """The first state of `sampling.guide`, of `Engine.start_guide`; None: the engine makes it when it checks the
+    request."""
 
     def text(self) -> tuple[int, ...]:
         """The prompt without the tokens of its images, which a tokenizer of text alone may lack."""
@@ -178,7 +183,7 @@ class Request:
         return tuple(token for place, token in enumerate(self.prompt) if place not in places) if places else self.prompt
 
 
-class Refused(UserError):
+class RefusedRequest(UserError):
     """A request that the engine rejects."""
 
     def __init__(
@@ -314,8 +319,8 @@ class Step(NamedTuple):
     decode: list[tuple[Sequence, int]]
     """Sequences, and the position of the last token of each, which the tokens of `Sequence.draft` follow."""
     prompts: list[tuple[Sequence, int, int]]
-    """Sequences, the first position of each, and the number of its tokens: together at most `Device.chunk` in whole
-    tiles."""
+    """Sequences, the first position of each, and the number of its tokens: together at most `EngineDevice.chunk` in
+    whole tiles."""
     saves: abc.Sequence[tuple[int, int]] = ()
     """Slots of rows whose states go to slots of snapshots, before the step and before `restores`."""
     restores: abc.Sequence[tuple[int, int]] = ()
@@ -379,17 +384,17 @@ class StartedStep(Protocol):
         ...
 
 
-class Weights(Protocol):
+class MovableWeights(Protocol):
     """The weights of a device's steps: `megajax.inference.device.ModelWeights`, or a stand-in in tests."""
 
-    def prepare(self, weights: Any, *, shared: bool = False) -> Callable[[], Any]:
+    def prepare(self, weights: OtherWeights, *, shared: bool = False) -> Callable[[], Params]:
         """Check other weights -> a function that makes those of the steps; shared: see `Engine.refit`.
 
         Raises UserError; changes nothing.
         """
         ...
 
-    def replace(self, make: Callable[[], Any]) -> None:
+    def replace(self, make: Callable[[], Params]) -> None:
         """Compute the following steps with the weights that `make` returns. The old ones are released first, so if it
         raises, there are none."""
         ...
@@ -403,7 +408,7 @@ class Weights(Protocol):
         ...
 
 
-class Device(Protocol):
+class EngineDevice(Protocol):
     """Compiled steps of a model with its cache: `megajax.inference.device.ModelDevice`, or a stand-in in tests."""
 
     rows: int
@@ -444,48 +449,3 @@ class Device(Protocol):
     def start(self, work: abc.Sequence[Step | None]) -> "StartedStep":
         """Start a step of each replica. A row's awaited token is the one that the previous step chose for its slot."""
         ...
-
-
-def input_problems(request: Request, device: Device) -> Iterator[Problem]:
-    """Problems of the inputs of a request on a device."""
-    sampling, vocabulary, has_encoder = request.sampling, device.vocabulary, device.memory > 0
-    fields: Mapping[str, abc.Collection[int]] = {
-        # A tokenizer of text alone may lack the token of images.
-        "prompt": [token for token in request.prompt if device.images is None or token != device.images.token],
-        "memory": request.memory,
-        **{name: getattr(sampling, name) for name in ("stop_tokens", "logit_bias", "logprob_tokens", "allowed_tokens")},
-        "bad_tokens": {token for tokens in sampling.bad_tokens for token in tokens},
-    }
-    for name, tokens in fields.items():
-        if set(map(type, tokens)) - {int}:
-            yield Problem(name, "must be token ids, as integers")
-        elif tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            invalid_token = min(tokens) if min(tokens) < 0 else max(tokens)
-            yield Problem(name, f"has the token {invalid_token}; ids go from 0 to {vocabulary - 1}")
-    if request.pooling and (sampling.max_tokens or sampling.choices() > 1 or sampling.beams > 1):
-        yield Problem("pooling", "is given: an embedding has max_tokens=0 and n=1")
-    if not request.pooling and not device.generates:
-        yield Problem("pooling", "must be given: the model gives embeddings, and no text")
-    if request.pooling and has_encoder:
-        yield Problem("pooling", "is of the states of a decoder or of an encoder alone, and this model has both")
-    if type(request.priority) is not int:
-        yield Problem("priority", f"must be an integer, got {request.priority!r}")
-    if not request.prompt:
-        yield Problem("prompt", "has no tokens")
-    if bool(request.memory) != has_encoder:
-        missing = "is missing: it is the input of the model's encoder"
-        yield Problem("memory", missing if has_encoder else "is given, but the model has no encoder")
-    yield from _image_problems(request, device.images)
-
-
-def _image_problems(request: Request, images: ImageInput | None) -> Iterator[Problem]:
-    if images is None:
-        if request.images:
-            yield Problem("images", "are given, but the model reads text alone")
-        return
-    if len(request.images) > images.most:
-        yield Problem("images", f"are {len(request.images)}, and the model reads at most {images.most}")
-    places = [place for image in request.images for place in range(image.first, image.first + image.count)]
-    if places != [place for place, token in enumerate(request.prompt) if token == images.token]:
-        message = f"has {request.prompt.count(images.token)} image tokens ({images.token}) that do not stand for images"
-        yield Problem("prompt", message if not request.images else "has image tokens at other places than its images")

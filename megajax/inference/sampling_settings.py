@@ -1,70 +1,57 @@
 """The settings of an answer, their limits, and their flags; imports neither jax nor flax."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Annotated, Any, NamedTuple
 
 from megajax.command_line.help import field_texts
 from megajax.command_line.parser import Flag
+from megajax.config.bounds import Bounds, Rule, Share, rules
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.field_types import hints
+from megajax.config.field_types import hints, kinds
 
 MAX_TOKENS = 256
 """Default of the flag --max-tokens."""
 
-
-class Limit(NamedTuple):
-    """The valid values of a setting."""
-
-    kind: type
-    """int, or float, which allows integers too; neither allows booleans."""
-    least: float
-    most: float
-    above: bool = False
-    """Whether `least` itself is excluded."""
-    optional: bool = False
-    """Whether None is allowed."""
-
-    def error(self, value: Any) -> str:
-        """Why the value is invalid; "" if it is valid."""
-        if value is None and self.optional:
-            return ""
-        expected = "an integer" if self.kind is int else "a number"
-        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
-            return f"must be {expected}, got {abbreviated(value)}"
-        # Comparisons with NaN are false.
-        inside = (self.least < value if self.above else self.least <= value) and value <= self.most
-        interval = f"above {self.least:,} and at most" if self.above else f"between {self.least:,} and"
-        return "" if inside else f"must be {interval} {self.most:,}, got {abbreviated(value)}"
+type TokenId = Annotated[int, Bounds(at_least=0, at_most=2**31 - 1)]
+"""The engine rejects ids outside the vocabulary."""
+type Length = Annotated[int, Bounds(at_least=1, at_most=2**20)]
+type UpToLength = Annotated[int, Bounds(at_least=0, at_most=2**20)]
+type Penalty = Annotated[float, Bounds(at_least=-2, at_most=2)]
+type Likeliest = Annotated[int, Bounds(at_least=0, at_most=20)]
+type Answers = Annotated[int, Bounds(at_least=1, at_most=1024)]
+type Bias = Annotated[float, Bounds(at_least=-100, at_most=100)]
 
 
-TOKEN = Limit(int, 0, 2**31 - 1)
-"""A token id. The engine rejects ids outside the vocabulary."""
+def number_error(value: Any, annotation: Any) -> str:
+    """Why a value of any type is no such number; "" if it is one. Integers are numbers too, true and false are none."""
+    is_integer, is_optional, bounds = _number(annotation)
+    if value is None and is_optional:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
+        return f"must be {'an integer' if is_integer else 'a number'}, got {abbreviated(value)}"
+    return next(filter(None, (bound.error(value) for bound in bounds)), "")
 
-LIMITS: Mapping[str, Limit] = {
-    "max_tokens": Limit(int, 0, 2**20),
-    "min_tokens": Limit(int, 0, 2**20),
-    "temperature": Limit(float, 0, 100),
-    "top_k": Limit(int, 0, 2**20),
-    "top_p": Limit(float, 0, 1, above=True),
-    "min_p": Limit(float, 0, 1),
-    "repetition_penalty": Limit(float, 0.01, 10),
-    "presence_penalty": Limit(float, -2, 2),
-    "frequency_penalty": Limit(float, -2, 2),
-    "seed": Limit(int, 0, 2**63 - 1, optional=True),
-    "logprobs": Limit(int, 0, 20, optional=True),
-    "prompt_logprobs": Limit(int, 0, 20, optional=True),
-    "n": Limit(int, 1, 1024),
-    "best_of": Limit(int, 1, 1024, optional=True),
-    "beams": Limit(int, 1, 16),
-    "length_penalty": Limit(float, -10, 10),
-}
-"""Limits of the numeric settings. The server's documentation and schema are generated from this table."""
 
-BIASES, BIAS = 512, Limit(float, -100, 100)
-"""Maximum number of entries of `logit_bias`, and limits of their values."""
+def _id_error(tokens: Collection[Any]) -> str:
+    """Why one of these is no token id. Of integers only the least and the largest are checked: there may be many."""
+    are_integers = tokens and all(type(token) is int for token in tokens)
+    checked = (min(tokens), max(tokens)) if are_integers else tokens
+    return next(filter(None, (number_error(token, TokenId) for token in checked)), "")
+
+
+@cache
+def _number(annotation: Any) -> tuple[bool, bool, tuple[Rule, ...]]:
+    """Whether the numbers are integers, whether None is allowed, and the bounds."""
+    return int in kinds(annotation), NoneType in kinds(annotation), tuple(rules(annotation))
+
+
+BIASES = 512
+"""Maximum number of entries of `logit_bias`."""
 BEAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "temperature": (0, 1),
     "top_k": (0,),
@@ -97,57 +84,72 @@ class Grammar(NamedTuple):
     """In the form of Lark or GBNF."""
 
 
+class GuideLimits(NamedTuple):
+    """Limits of the guides of strangers; see the fields guide_… of `ServerConfig`."""
+
+    seconds: float
+    """Processor time to compile one."""
+    size: int
+    """Bytes of one."""
+    cache_bytes: int
+    """Bytes of all."""
+    waiting: int
+    """Number that may wait to be compiled."""
+    step_seconds: float
+    """Processor time of one for each token."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How the tokens of an answer are chosen, and where it ends."""
 
-    max_tokens: int = 16
+    max_tokens: UpToLength = 16
     """Maximum number of tokens, further limited by the maximum row length. 0: only the scores of the prompt."""
-    min_tokens: int = 0
+    min_tokens: UpToLength = 0
     """Minimum number of tokens."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Bounds(at_least=0, at_most=100)] = 1.0
     """0: greedy."""
-    top_k: int = 0
+    top_k: UpToLength = 0
     """0: all tokens."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0
     """Keep the most likely tokens whose probabilities add up to this; 1: all."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Keep tokens with at least this share of the largest probability; 0: all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Bounds(at_least=0.01, at_most=10)] = 1.0
     """Divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1: no penalty."""
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens of the answer."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens of the answer for each of their occurrences."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[TokenId, Bias] = field(default_factory=dict)
     """Token -> number added to its logit."""
-    allowed_tokens: tuple[int, ...] = ()
+    allowed_tokens: tuple[TokenId, ...] = ()
     """Token ids from which all tokens are chosen, the end of a text included. Empty: all."""
-    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    bad_tokens: tuple[tuple[TokenId, ...], ...] = ()
     """Sequences of token ids that the answer does not have."""
-    seed: int | None = None
+    seed: Annotated[int, Bounds(at_least=0, at_most=2**63 - 1)] | None = None
     """Random seed. None: a random one."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; it ends before the first one, unless `include_stop`."""
     include_stop: bool = False
     """End the text after the stop string."""
-    stop_tokens: tuple[int, ...] = ()
+    stop_tokens: tuple[TokenId, ...] = ()
     """Token ids that end the answer."""
     ignore_eos: bool = False
     """Continue after the end of a text."""
-    logprobs: int | None = None
+    logprobs: Likeliest | None = None
     """Number of most likely tokens to report in addition to the chosen one. None: no scores."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Likeliest | None = None
     """Number of most likely tokens to report for each token of the prompt. None: no scores."""
-    logprob_tokens: tuple[int, ...] = ()
+    logprob_tokens: tuple[TokenId, ...] = ()
     """Token ids to report in place of the most likely ones; `logprobs` must be their number."""
-    n: int = 1
+    n: Answers = 1
     """Number of answers."""
-    best_of: int | None = None
+    best_of: Answers | None = None
     """Number of answers to generate. The n with the highest mean log-probability are delivered at the end."""
-    beams: int = 1
+    beams: Annotated[int, Bounds(at_least=1, at_most=16)] = 1
     """Width of a beam search, which replaces sampling; 1: sampling."""
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Bounds(at_least=-10, at_most=10)] = 1.0
     """Beam search divides the log-probability of a text by its length to this power."""
     guide: Any | None = None
     """A JSON schema, a regular expression as a string, or a `Grammar`, that the text has to match."""
@@ -162,7 +164,7 @@ class Sampling:
 
     def problems(self) -> list[Problem]:
         """Invalid settings, by the names of the fields."""
-        errors = {name: limit.error(getattr(self, name)) for name, limit in LIMITS.items()}
+        errors = {name: number_error(getattr(self, name), kind) for name, kind in NUMBERS.items()}
         errors["stop"] = self._stop_error()
         errors |= {name: self._tokens_error(name, most) for name, most in TOKEN_LISTS.items()}
         errors |= {"logit_bias": self._bias_error(), "bad_tokens": self._bad_error()}
@@ -184,8 +186,8 @@ class Sampling:
         tokens = getattr(self, name)
         if not isinstance(tokens, tuple):
             return f"must be token ids, got {abbreviated(tokens)}"
-        if errors := [error for token in tokens if (error := TOKEN.error(token))]:
-            return f"the token {errors[0]}"
+        if error := _id_error(tokens):
+            return f"the token {error}"
         return f"must be at most {most}, got {len(tokens):,}" if len(tokens) > most else ""
 
     def _bad_error(self) -> str:
@@ -194,17 +196,17 @@ class Sampling:
         long = [len(tokens) for tokens in self.bad_tokens if not 1 <= len(tokens) <= BAD_LENGTH]
         if long:
             return f"each must have between 1 and {BAD_LENGTH} tokens, got one of {long[0]:,}"
-        errors = [error for tokens in self.bad_tokens for token in tokens if (error := TOKEN.error(token))]
-        return next(iter(errors), "")
+        return next(filter(None, map(_id_error, self.bad_tokens)), "")
 
     def _bias_error(self) -> str:
         if not isinstance(self.logit_bias, Mapping):
             return f"must map token ids to numbers, got {abbreviated(self.logit_bias)}"
         if len(self.logit_bias) > BIASES:
             return f"must have at most {BIASES} entries, got {len(self.logit_bias):,}"
-        errors = [f"the token {error}" for token in self.logit_bias if (error := TOKEN.error(token))]
-        errors += [f"the value {error}" for value in self.logit_bias.values() if (error := BIAS.error(value))]
-        return next(iter(errors), "")
+        if error := _id_error(self.logit_bias):
+            return f"the token {error}"
+        errors = (number_error(value, Bias) for value in self.logit_bias.values())
+        return next((f"the value {error}" for error in errors if error), "")
 
     def _contradictions(self) -> list[Problem]:
         """Contradictions between valid settings."""
@@ -231,6 +233,10 @@ class Sampling:
         return problems
 
 
+NUMBERS: Mapping[str, Any] = {name: kind for name, kind in hints(Sampling).items() if any(rules(kind))}
+"""The settings that are one number -> their annotations."""
+
+
 def abbreviated(value: Any) -> str:
     """A value in at most 60 characters; only its type for lists, objects and the like."""
     text = repr(value) if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
@@ -239,11 +245,11 @@ def abbreviated(value: Any) -> str:
 
 def sampling_flags() -> tuple[Flag, ...]:
     """A flag for each field of `Sampling`."""
-    kinds, texts, usual = hints(Sampling), field_texts(Sampling), Sampling(max_tokens=MAX_TOKENS)
-    kinds["guide"] = Path | None
+    types, texts, usual = hints(Sampling), field_texts(Sampling), Sampling(max_tokens=MAX_TOKENS)
+    types["guide"] = Path | None
     texts["guide"] = "A file with the JSON schema that the answer has to match."
     names = [setting.name for setting in fields(Sampling)]
-    return tuple(Flag(name.replace("_", "-"), kinds[name], getattr(usual, name), texts.get(name, "")) for name in names)
+    return tuple(Flag(name.replace("_", "-"), types[name], getattr(usual, name), texts.get(name, "")) for name in names)
 
 
 def sampling_of(flags: Mapping[str, Any]) -> Sampling:

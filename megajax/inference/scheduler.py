@@ -23,7 +23,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from operator import attrgetter
 
-from megajax.inference.request import FREED, Sequence, Step
+from megajax.inference.request import FREED, EngineDevice, Sequence, Step
 
 ORDER = attrgetter("priority", "order")
 """The order in which sequences are admitted and computed; the last one is preempted first."""
@@ -33,7 +33,7 @@ KEY = 32
 """Bytes of the key of hashes."""
 
 
-class Pool:
+class BlockPool:
     """The blocks of a replica, with reference counts.
 
     A block without owners but with known tokens is idle: it can be shared again. When no empty block is left, idle
@@ -136,7 +136,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: BlockPool,
         rows: int,
         chunk: int,
         tile: int,
@@ -446,3 +446,17 @@ def replica_for(sequence: Sequence, schedulers: abc.Sequence[Scheduler]) -> Sche
     most = max(least, min(least + rows // BUSIER, rows - 1))
     near = [scheduler for scheduler in schedulers if scheduler.load <= most]
     return max(near, key=lambda scheduler: (scheduler.known(sequence), -scheduler.load))
+
+
+def schedulers_of(device: EngineDevice) -> list[Scheduler]:
+    """A scheduler for each replica. They have one key, so that a prompt has the same hashes on all of them."""
+    key = os.urandom(KEY)
+    return [
+        Scheduler(
+            *(BlockPool(device.blocks, device.block, key), device.rows, device.chunk, device.tile),
+            prefix_sharing=device.prefix_sharing,
+            window=device.window,
+            snapshots=device.snapshots,
+        )
+        for _ in range(device.replicas)
+    ]

@@ -1,6 +1,9 @@
 """The counts of an engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megajax.inference.scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,3 +50,36 @@ class Statistics:
     def used_share(self) -> float:
         """Share of the cache's blocks in use, 0 to 1."""
         return self.blocks_used / self.blocks
+
+
+class EngineCounts:
+    """The counts of an engine that its schedulers do not have, as in `Statistics`."""
+
+    def __init__(self, drafts: int):
+        """drafts: maximum number of tokens of a draft."""
+        self.steps = self.tokens = self.errors = self.drafts = self.drafted = 0
+        self.accepted = [0] * drafts
+        self.host_seconds = self.device_seconds = self.last_seconds = 0.0
+
+    def present(self, schedulers: Sequence[Scheduler], *, requests: int) -> Statistics:
+        """All counts, with those of the schedulers. requests: unfinished ones."""
+        return Statistics(
+            running=sum(len(scheduler.running) for scheduler in schedulers),
+            waiting=sum(len(scheduler.waiting) for scheduler in schedulers),
+            requests=requests,
+            blocks_used=sum(scheduler.pool.used for scheduler in schedulers),
+            blocks=sum(scheduler.pool.blocks for scheduler in schedulers),
+            steps_total=self.steps,
+            tokens_total=self.tokens,
+            prompt_tokens_total=sum(scheduler.prompt_tokens for scheduler in schedulers),
+            shared_tokens_total=sum(scheduler.shared_tokens for scheduler in schedulers),
+            drafted_tokens_total=self.drafted,
+            accepted_tokens_total=sum(self.accepted),
+            drafts_total=self.drafts,
+            accepted_at_total=tuple(self.accepted),
+            preemptions_total=sum(scheduler.preemptions for scheduler in schedulers),
+            errors_total=self.errors,
+            scheduler_seconds_total=self.host_seconds,
+            device_seconds_total=self.device_seconds,
+            last_step_seconds=self.last_seconds,
+        )

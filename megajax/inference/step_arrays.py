@@ -59,26 +59,26 @@ class Bucket(NamedTuple):
         return rows + (f" + {self.chunk} tokens of prompts" if self.tiles else "")
 
 
-class StepArrays(NamedTuple):
+class StepArrays[T](NamedTuple):
     """The input of a compiled step; replicas are concatenated along the first dimension of each array."""
 
-    tokens: Any
+    tokens: T
     """int32 [T, 1]; -1 for the token that the previous step chose for the row's slot."""
-    positions: Any
+    positions: T
     """int32 [T, 1]."""
-    slots: Any
+    slots: T
     """int32 [T]; see `megajax.layers.decoding.StepRows` for this and the following arrays."""
-    tables: tuple[Any, ...]
-    counts: tuple[Any, ...]
-    states: tuple[Any, ...]
-    last: Any
+    tables: tuple[T, ...]
+    counts: tuple[T, ...]
+    states: tuple[T, ...]
+    last: T
     """int32 [choices]: indices, within the replica, of the tokens whose logits are computed."""
     adapters: Any = None
     """int32 [T]: slot of each token's adapter, -1 for none; None for a model without slots."""
-    images: Any = None
+    images: T | None = None
     """int32 [T]: index, within the replica, of the image state in place of each token; -1: the token itself. None in
     steps without prompts, and for a model without images."""
-    rotary: Any = None
+    rotary: T | None = None
     """int32 [T, 1, 3]: rotary positions along time, rows and columns; None but for a model with images of any size."""
 
 
@@ -219,14 +219,14 @@ SHORTEST = 64
 """Encoder texts are padded to this length, its doubles, or the maximum length."""
 
 
-class Texts(NamedTuple):
+class Texts[T](NamedTuple):
     """The input of the encoder: a text of each replica."""
 
-    tokens: Any
+    tokens: T
     """int32 [replicas, L]."""
-    counts: Any
+    counts: T
     """int32 [replicas]: tokens of each text."""
-    states: Any
+    states: T
     """int32 [replicas]: slots of the rows; past the last slot for replicas without a text."""
 
 

@@ -15,8 +15,8 @@ from megajax.display.text import visible
 from megajax.inference.config import ImageFit
 from megajax.inference.engine import Engine
 from megajax.inference.images import ImageReader
-from megajax.inference.prompts import Prompt, demand_conversation, encode, write_answers
-from megajax.inference.request import Output, PromptImage, Refused, Request
+from megajax.inference.prompt_and_answer_files import Prompt, demand_conversation, encode, write_answers
+from megajax.inference.request import Output, PromptImage, RefusedRequest, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
 from megajax.tokenizers.base import Tokenizer
@@ -81,7 +81,7 @@ class Session:
         """conversation: None without a chat template; where: path of the weights."""
         self._engine, self._tokenizer, self._conversation = engine, tokenizer, conversation
         self._sampling, self._where, self._screen = sampling, where, screen or Screen()
-        self._suffix = tokenizer.suffix if engine.answer_start else ()
+        self._suffix = tokenizer.suffix if engine.admission.answer_start else ()
         self._started = time.monotonic()
         self._first_seconds: float | None = None
 
@@ -142,7 +142,7 @@ class Session:
                 self._engine.check(
                     Request(identifier="check", prompt=tokens, sampling=sampling, deliver=lambda output: None)
                 )
-            except Refused as refusal:
+            except RefusedRequest as refusal:
                 raise UserError(f"{prompt.where}: {refusal.message}") from None
         return requests
 
@@ -166,7 +166,7 @@ class Session:
         show: Callable[[Output], None],
         images: tuple[PromptImage, ...] = (),
     ) -> list[Output]:
-        """All answers to a prompt; Ctrl-C stops them. show: called with each output. Raises Refused."""
+        """All answers to a prompt; Ctrl-C stops them. show: called with each output. Raises RefusedRequest."""
 
         def show_output(output: Output) -> None:
             self._timed(output)
@@ -249,7 +249,7 @@ class Chat:
             prompt = tuple(self._conversation.encode(messages))
             sampling = self._session.of_chat()
             (answer,) = self._session.answers(prompt, sampling, lambda output: self._screen.write(output.text))
-        except (TemplateMisfit, Refused) as error:
+        except (TemplateMisfit, RefusedRequest) as error:
             self._screen.write(f"({error})\n")
             return
         self._screen.write(NOTES.get(answer.finish or "", "") + "\n")

@@ -18,7 +18,7 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.inference.engine import Engine
-from megajax.inference.request import Finish, Output, PromptImage, Refused, Request
+from megajax.inference.request import Finish, Output, PromptImage, RefusedRequest, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.statistics import Statistics
 
@@ -51,19 +51,21 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises Refused."""
-        self.engine.check(request)
+        """Queue a request. Raises RefusedRequest."""
+        request = self.engine.check(request)
         with self._changed:
             if self._closing or self.failure is not None:
-                raise Refused("draining", "the engine takes no more requests")
+                raise RefusedRequest("draining", "the engine takes no more requests")
             # The engine's thread may move a request meanwhile: it may count twice for a moment, but is never missed.
             open_requests = self.engine.requests + len(self._inbox)
             if open_requests >= self.engine.capacity:
                 message = f"{open_requests} requests are not finished; {self.engine.capacity} may be"
-                raise Refused("queue_full", message)
+                raise RefusedRequest("queue_full", message)
             # A copy: the engine's thread takes requests out without the lock.
             if any(waiting.identifier == request.identifier for waiting in tuple(self._inbox)):
-                raise Refused("invalid", f"identifier {request.identifier!r} is in use", "identifier")
+                raise RefusedRequest("invalid", f"identifier {request.identifier!r} is in use", "identifier")
+            # The time before this request is none of the thread's.
+            self._beat = self._beat if self._busy() else time.monotonic()
             self._inbox.append(request)
             self._changed.notify()
 
@@ -74,15 +76,15 @@ class Worker:
             self._changed.notify()
 
     def call[T](self, work: Callable[[Engine], T], *, idle: bool = False, first: bool = False) -> Future[T]:
-        """Run `work` on the engine's thread between two steps -> its result. Raises Refused if the engine has ended.
+        """Run `work` on the engine's thread between two steps -> its result.
 
         idle: when all requests before it have ended, unless the engine is paused or asleep; those after it wait.
-        first: before the calls that wait.
+        first: before the calls that wait. Raises RefusedRequest if the engine has ended.
         """
         future: Future[T] = Future()
         with self._changed:
             if self._closing or self.failure is not None:
-                raise Refused("draining", "the engine has ended")
+                raise RefusedRequest("draining", "the engine has ended")
             (self._calls.appendleft if first else self._calls.append)((work, future, idle))
             self._changed.notify()
         return future
@@ -155,7 +157,7 @@ class Worker:
         self._inbox.clear()
         for _, future, _ in self._calls:
             if future.set_running_or_notify_cancel():
-                future.set_exception(Refused("draining", "the engine has ended"))
+                future.set_exception(RefusedRequest("draining", "the engine has ended"))
 
     def _accept(self) -> None:
         """Process requests, cancellations and calls since the last step."""
@@ -176,7 +178,7 @@ class Worker:
             except Exception as error:
                 future.set_exception(error)
             finally:
-                self._calling = False
+                self._beat, self._calling = time.monotonic(), False
 
     def _holds(self) -> bool:
         """Whether the next call waits for the engine's requests to end, and further requests for that call."""
@@ -195,7 +197,7 @@ class Worker:
             request = self._inbox[0]
             try:
                 self.engine.submit(request)
-            except Refused as refusal:
+            except RefusedRequest as refusal:
                 # The engine has changed since `submit`: for example, an adapter was dropped.
                 _end(request, "error", refusal.message if refusal.reason == "invalid" else "")
             self._inbox.popleft()
@@ -221,7 +223,7 @@ def complete(
 
     The engine runs on the caller's thread. requests: prompts and their settings, consumed as the engine has capacity.
     show: called with each output; interrupted: called before each step, True ends all answers at once; images: of each
-    prompt; experts: see `Request`. Raises Refused.
+    prompt; experts: see `Request`. Raises RefusedRequest.
     """
     waiting, running, number, more = iter(requests), deque[tuple[str, list[Output]]](), 0, True
 

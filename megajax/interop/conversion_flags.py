@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megajax.config.errors import Problem, UserError
-from megajax.config.file_paths import store_url
+from megajax.config.paths_and_store_urls import store_url
 from megajax.data.progress_line import ProgressLine
 from megajax.display.text import duration
-from megajax.interop.formats import FORMATS, Reading, format_of
+from megajax.interop.weights.formats import FORMATS, Reading, format_of, named, split_name
 from megajax.layers.quantization.config import GROUPS
 
 LARGEST_SHARD = 1e6
@@ -25,6 +25,9 @@ def flag_problems(flags: Mapping[str, Any]) -> list[Problem]:
     problems, averaged, last = [], flags["average"], flags["average_last"]
     if not averaged and flags["from"] is None:
         problems.append(Problem("--from", "must be given", "give hf:DIR, a run's folder, or --average=STEP,STEP"))
+    if flags["to"] is None:
+        example = "python -m megajax.convert --from=hf:models/NAME --to=runs/NAME"
+        return [*problems, Problem("--to", "must be given, a new folder", f"give a run's folder or hf:DIR: {example}")]
     if averaged and (flags["from"] is not None or last is not None):
         problems.append(Problem("--average", "replaces --from and --average-last", "leave them out"))
     problems += [
@@ -104,10 +107,9 @@ def _name_problem(flag: str, name: str) -> Problem | None:
         forms = ", ".join(f"{format_name}:DIR" for format_name in filter(None, FORMATS))
         hint = f"did you mean {nearest}:{folder}? Formats: {forms}"
         return Problem(flag, f"is {name}, but {prefix} is not a known format", hint)
-    foreign = (item for item in reversed(FORMATS.items()) if item[0] and flag != "--to" and item[1].detect(Path(name)))
-    for prefix, form in foreign:
-        return Problem(flag, f"{name} is {form.title}, not a run", f"did you mean {prefix}:{name}?")
-    return None
+    if flag == "--to" or not split_name(actual := named(Path(name)))[0]:
+        return None
+    return Problem(flag, f"{name} is {format_of(actual).title}, not a run", f"did you mean {actual}?")
 
 
 class Progress(ProgressLine):

@@ -1,47 +1,46 @@
 """Loads a model for text generation from a run or a Hugging Face folder, with or without adapters."""
 
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from megajax.batch import Params
-from megajax.checkpoint.weights.foreign import WeightSource, declared_by
-from megajax.checkpoint.weights.quantize_on_load import Quantizing
+from megajax.checkpoint.weight_source import WeightSource
 from megajax.config.errors import UserError
 from megajax.config.hints import listed
-from megajax.config.read_limits import read_json
+from megajax.data.chat.choose_template import of_folder
 from megajax.inference.assembly import encoder_engine, for_steps, make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel, demand_shapes, load_weights, stored_specs
-from megajax.interop.formats import Reading, open_stored
-from megajax.interop.huggingface.format import family_for
-from megajax.interop.origin import Origin, folder_stop_tokens, generation_config, tokenizer_folder, without_adapters
-from megajax.interop.peft.folder import JoinedWeights, MergedWeights, read_adapter
-from megajax.interop.peft.format import moved_biases
-from megajax.interop.peft.settings import CONFIG as PEFT_CONFIG
-from megajax.interop.runs.format import RunModel, StepWeights, open_step
-from megajax.interop.stored.model_differences import describe_differences, differences
+from megajax.inference.sampling_settings import GuideLimits
+from megajax.interop.huggingface.folder import CONFIG
+from megajax.interop.huggingface.format import START_TOKEN
+from megajax.interop.peft.format import with_adapter
+from megajax.interop.weights.fit import weights_of
+from megajax.interop.weights.formats import Reading, named, open_stored, split_name
+from megajax.interop.weights.model_differences import demand_same_model
+from megajax.interop.weights.model_parts import served, without_quantization
+from megajax.interop.weights.regrouped import groups_of, regrouped
+from megajax.interop.weights.stored_model import StoredModel
 from megajax.layers.lora.add_adapters import AdapterSlots
 from megajax.layers.low_rank import ADAPTERS
 from megajax.layers.param import Adapter, specs
 from megajax.mesh.replicated_heads import with_copied_heads
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer, end_tokens_of
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
+from megajax.tokenizers.folder import FolderTokens, tokenizer_folder
 from megajax.training.check_compiler_options import inference_options
 from megajax.training.resolved import fitting_mesh
 from megajax.training.session import build_tokenizer
-
-START_TOKEN = "decoder_start_token_id"
 
 
 class Loaded(NamedTuple):
@@ -64,133 +63,73 @@ class Loaded(NamedTuple):
         return self._replace(model=self.model.described())
 
 
-def load(config: GenerationConfig, origin: Origin) -> Loaded:
-    """The model of an origin, with the settings of `origin.generation_config` and the command line.
+def load(config: GenerationConfig, name: str | Path, reading: Reading | None = None) -> Loaded:
+    """A stored model with the settings of `origin.generation_config` and the command line.
 
-    Raises UserError if the settings do not fit the devices, or if the weights or the tokenizer do not fit the model.
+    name, reading: as in `open_stored`. Raises UserError if the settings do not fit the devices, or if the weights or
+    the tokenizer do not fit the model.
     """
     if (encoder := config.model.text_encoder()) is not None:
         config = replace(config, model=encoder)
-    parallel = config.parallel.layout()
+    parallel, inference = config.parallel.layout(), config.inference
     mesh = fitting_mesh(config, parallel)
     remedy = "set the tokenizer that the weights were trained with"
     tokenizer = build_tokenizer(config.tokenizer, ids_below(config.model), remedy)
-    answer_start = start_of_answers(config.model, origin, tokenizer)
-    template = config.inference.template
-    if template is not None and answer_start:
+    folder, stored = tokenizer_folder(config.tokenizer), open_stored(name, reading)
+    answer_start = start_of_answers(config.model, stored, tokenizer)
+    if inference.template is not None and answer_start:
         raise UserError("inference.template: the model has an encoder, which reads texts, no messages: remove it")
-    template = None if template is None else ChatTemplate(template, "inference.template")
-    weights = quantized_weights(origin, config.model)
-    precision = PrecisionConfig(compute=config.inference.compute)
+    conversation, setting = None, "inference.template"
+    if inference.template is not None:
+        conversation = Conversation(ChatTemplate(of_folder(inference.template, setting), setting), tokenizer)
+    weights = weights_of(stored, config.model)
     options = inference_options(config.xla, mesh.devices.flat[0])
-    inference = config.inference
     adapters = AdapterSlots(inference.adapters, inference.adapter_rank) if inference.adapters else None
+    precision = PrecisionConfig(compute=inference.compute)
     return Loaded(
         config,
         load_weights(config.model, weights, Plan.of(parallel), mesh, precision, options, adapters),
         tokenizer,
-        end_tokens_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
-        None if template is None else Conversation(template, tokenizer),
+        end_tokens_of(tokenizer) | (frozenset() if folder is None else FolderTokens(folder).ends),
+        conversation,
         weights.where,
         answer_start,
     )
 
 
-def start_of_answers(model: ModelConfig, origin: Origin, tokenizer: Tokenizer) -> tuple[int, ...]:
+def start_of_answers(model: ModelConfig, stored: StoredModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The token before every answer of a model with an encoder; none without an encoder.
 
     Raises UserError if it is not known.
     """
     if not model.memory_length():
         return ()
-    if origin.hf is None:
+    if not split_name(stored.name)[0]:
         token, place = tokenizer.specials.get("bos"), "the tokenizer has no bos"
     else:
-        file = origin.hf / "config.json"
-        token, place = read_json(file).get(START_TOKEN), f"{file} has no {START_TOKEN}"
+        token, place = stored.origin.settings.get(START_TOKEN), f"{stored.files}/{CONFIG} has no {START_TOKEN}"
     if type(token) is not int:
         raise UserError(f"{place}, the token with which the decoder's answers begin: add it")
     return (token,)
 
 
-def quantized_weights(origin: Origin, model: Any) -> WeightSource:
-    """`weights_of`, quantized while they are read if the model's config is quantized and the stored weights are not."""
-    quantizing = Quantizing.if_any(model)
-    stored = None if origin.run is None else open_step(origin.run, trusted=origin.trusted).config.model
-    # Adapters beside quantized weights are merged into dequantized ones.
-    if quantizing is None or getattr(without_adapters(stored), "quantization", None) is not None:
-        return weights_of(origin, model)
-    return quantizing.weights(weights_of(origin, replace(model, quantization=None)))
-
-
-def weights_of(origin: Origin, model: Any) -> WeightSource:
-    """The weights of a model, with the origin's adapters merged.
-
-    Raises UserError for an adapter of another model.
-    """
-    if origin.run is not None:
-        step = open_step(origin.run, trusted=origin.trusted)
-        weights, family = run_weights(step, model), _family(step)
-    else:
-        stored = open_stored(f"hf:{origin.hf}", Reading(ignore=origin.ignore))
-        # An encoder has no heads, which its folder may lack.
-        stored.demand_fit(None if model.text_encoder() is None else declared_by(model))
-        weights, family = stored.weights, stored.origin.family
-        if stored.note:
-            print(f"{weights.where}: {stored.note}", file=sys.stderr)
-    if origin.adapter is None:
-        return weights
-    adapter, adapted = stored_adapter(origin.adapter, model, family, trusted=origin.trusted, weights=weights)
-    return merged(JoinedWeights(weights, adapter), adapted)
-
-
-def stored_adapter(
-    folder: Path, model: Any, family: str, *, trusted: bool, single: bool = False, weights: WeightSource | None = None
-) -> tuple[WeightSource, Any]:
-    """A source with the adapter of a PEFT folder or a run, and its model config, with `lora`.
-
-    model: the adapted one; family: the recorded name of its table of names, or empty; trusted: as in `Origin`; single:
-    as in `open_step`; weights: those of the model, for the magnitudes of DoRA. Raises UserError for an adapter of
-    another model.
-    """
-    if (folder / PEFT_CONFIG).is_file():
-        peft = read_adapter(folder, model, family_for(model, recorded=family).rows(model), weights)
-        return peft, peft.model
-    step = open_step(folder, trusted=trusted, single=single)
-    adapted = step.config.model
-    if getattr(adapted, "lora", None) is None:
-        raise UserError(f"{folder}: its run has no adapters (model.lora)")
-    pairs = [pair for pair in differences(without_adapters(adapted), model) if pair.name != "sequence_length"]
-    if pairs:
-        lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
-        raise UserError(f"the adapter of {folder} (here) belongs to another model (there):\n{lines}")
-    source = step.weights()
-    if weights is not None and (biases := moved_biases(declared_by(adapted), source, weights)):
-        problem = f"the biases by which experts are chosen are not those of {weights.where}: {listed(biases)} differ"
-        raise UserError(f"{folder}: {problem}. Its adapter alone is another model: give the run itself.")
-    return source, adapted
-
-
-def adapter_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Params]:
+def adapter_reader(loaded: Loaded, name: str | Path, reading: Reading | None = None) -> Callable[[Path], Params]:
     """Reads an adapter of a loaded model, a PEFT folder or a run, as the values of `Engine.load_adapter`.
 
-    It may be called from any thread, and by one of several processes. Raises UserError for an adapter that does not fit
-    the model or its slots.
+    name, reading: as in `load`. It may be called from any thread, and by one of several processes. Raises UserError for
+    an adapter that does not fit the model or its slots.
     """
-    model: Any = loaded.config.model
-    if getattr(model, "quantization", None) is not None:
-        model = replace(model, quantization=None)
-    if origin.run is not None:
-        family = _family(open_step(origin.run, trusted=origin.trusted, single=True))
-    else:
-        family = open_stored(f"hf:{origin.hf}", Reading(ignore=origin.ignore)).origin.family
+    single = replace(reading or Reading(), single=True)
+    base = open_stored(name, single)
 
     def read(folder: Path) -> Params:
-        source, adapted = stored_adapter(folder, model, family, trusted=origin.trusted, single=True)
-        if adapted.lora.decomposed:
+        adapted = with_adapter(base, folder, single)
+        lora = adapted.model.lora
+        if lora.decomposed:
             raise UserError(f"{folder} is a DoRA adapter, which can't be one of several: merge it with --adapter")
-        paths = [path for path in source.shapes() if path.endswith(ADAPTERS)]
-        return slot_values(loaded.model, source, paths, adapted.lora.rank, adapted.lora.scale())
+        adapter = regrouped(adapted.weights, groups_of(adapted.declared), groups_of(specs(loaded.model.model, Adapter)))
+        paths = [path for path in adapter.shapes if path.endswith(ADAPTERS)]
+        return slot_values(loaded.model, adapter, paths, lora.rank, lora.scale())
 
     return read
 
@@ -225,26 +164,21 @@ def slot_values(
     return values
 
 
-def weight_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Callable[[], Params]]:
+def weight_reader(loaded: Loaded, reading: Reading | None = None) -> Callable[[Path], Callable[[], Params]]:
     """Reads other weights of a loaded model for `Engine.refit`: a run, one of its steps, or a Hugging Face folder.
 
     A folder is opened and compared with the model -> a function that loads the weights; both may be called from any
     thread. Raises UserError for a folder that can't be read and for another model.
     """
     config, described = loaded.config, loaded.model.described()
-    model: Any = config.model
-    wanted = replace(model, quantization=None) if getattr(model, "quantization", None) is not None else model
+    model, plain = config.model, without_quantization(config.model)
+    single = replace(reading or Reading(), adapter=None, single=True)
 
     def read(folder: Path) -> Callable[[], Params]:
-        is_hf = (folder / "config.json").is_file()
-        other = Origin(hf=folder, ignore=origin.ignore) if is_hf else Origin(run=folder, trusted=origin.trusted)
-        stored: Any = generation_config(other, GenerationConfig).base.model
-        if getattr(stored, "quantization", None) is not None:
-            stored = replace(stored, quantization=None)
-        if pairs := [pair for pair in differences(stored, wanted) if pair.name != "sequence_length"]:
-            lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
-            raise UserError(f"{folder} (here) has the weights of another model than the engine's (there):\n{lines}")
-        weights, precision = quantized_weights(other, model), PrecisionConfig(compute=config.inference.compute)
+        stored = open_stored(named(folder), single)
+        message = f"{folder} (here) has the weights of another model than the engine's (there):"
+        demand_same_model(without_quantization(served(stored.model)), plain, message)
+        weights, precision = weights_of(stored, model), PrecisionConfig(compute=config.inference.compute)
         demand_shapes(weights, stored_specs(described.model))
 
         def make() -> Params:
@@ -256,28 +190,7 @@ def weight_reader(loaded: Loaded, origin: Origin) -> Callable[[Path], Callable[[
     return read
 
 
-def _family(step: RunModel) -> str:
-    return step.meta.get("source", {}).get("family", "")
-
-
-def run_weights(step: RunModel, model: Any) -> WeightSource:
-    """The weights of a run, with its adapters merged. Raises UserError for a model with another vocabulary size."""
-    stored = step.config.model
-    if (stored_tokens := ids_below(stored)) != (tokens := ids_below(model)):
-        raise UserError(f"the weights of {step.path} are for {stored_tokens} tokens, this model has {tokens}")
-    lora = getattr(stored, "lora", None)
-    if lora is None:
-        chunks = [range(*bounds) for bounds in step.meta.get("rows", [])]
-        return StepWeights(step.path, declared_by(model), chunks)
-    return merged(step.weights(), stored)
-
-
-def merged(weights: WeightSource, model: Any) -> WeightSource:
-    """Weights with their adapters merged. model: a config with `lora`."""
-    return MergedWeights(weights, model)
-
-
-def start_engine(loaded: Loaded, *, queue: int) -> Engine:
+def start_engine(loaded: Loaded, *, queue: int, guide_limits: GuideLimits | None = None) -> Engine:
     """An engine for a model; see `megajax.inference.assembly.make_engine`."""
     config = loaded.config
     stop_tokens, length = loaded.stop_tokens, config.length()
@@ -291,4 +204,5 @@ def start_engine(loaded: Loaded, *, queue: int) -> Engine:
         length=length,
         queue=queue,
         answer_start=loaded.answer_start,
+        guide_limits=guide_limits,
     )

@@ -10,24 +10,20 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.config.hints import listed
+from megajax.data.chat.choose_template import described
 from megajax.data.rows.loader import Loader
 from megajax.display.text import count, skipped_rows
-from megajax.job.description import Description
+from megajax.job.description import RunFigures
 from megajax.job.device_memory import size
 from megajax.job.integrity.replicas import coverage
 from megajax.job.start.compile_cache import cache_in_use
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.attention.capability import Choice
+from megajax.kernels.attention.capability import KernelChoice
 from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.low_rank import LORA_A
 from megajax.layers.recompute import SavePolicy, format_recompute
-from megajax.mesh.config import BATCH_AXES, SHARDS, ParallelConfig, devices_over
-from megajax.mesh.context_parallelism import ContextSharding
-from megajax.mesh.processes.freed_memory import keeps_freed_memory
-from megajax.mesh.processes.gpus import nccl_variables
-from megajax.mesh.processes.world import find_world
-from megajax.mesh.xla_options import flag_names, memory_fraction
+from megajax.mesh.config import BATCH_AXES, SHARDS, ContextSharding, ParallelConfig, devices_over
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.event_hook import LOG
@@ -39,23 +35,30 @@ from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Fp8Delay
 from megajax.precision.fp8 import capability_of
 from megajax.precision.matmul import CODE_BLOCK, CodeProducts
 from megajax.precision.recipes import codes_of, kernel_of
+from megajax.processes.gpus import nccl_variables
+from megajax.processes.world import find_world
+from megajax.processes.xla_options import flag_names, keeps_freed_memory, memory_fraction
 from megajax.training.program import Program
 from megajax.training.reference import Reference
-from megajax.training.scheduled_step import scheduling_gpu
 from megajax.training.session import Parts, Run
 
 type Section = tuple[str, list[tuple[str, str]]]
 
 
-def banner(run: Run, description: Description, origin: str) -> list[Section]:
-    """Sections for metrics.banner: model, layout, batch, training, run. origin: of the initial state."""
+def banner(run: Run, description: RunFigures, origin: str) -> list[Section]:
+    """Sections for display.banner: model, layout, training, run. What the run does not use has no line.
+
+    origin: of the initial state.
+    """
     parts, program = run.parts, run.program
     plan = parts.resolved.replan
     return [
         ("model", _model(program, parts.tokenizer.vocabulary_size)),
         ("layout", [*_layout(program, description), *(("elastic", line) for line in (plan.lines() if plan else ()))]),
-        ("batch", _batch(program)),
-        ("training", _training(program, description, parts.resolved.kernels)),
+        (
+            "training",
+            [*_batch(program), *_training(program, description, parts.resolved.kernels), *_loss_scale(run)],
+        ),
         ("run", [*_run(parts, run.batches, origin), *_reference(run.reference)]),
     ]
 
@@ -70,7 +73,7 @@ def _model(program: Program, tokens: int) -> list[tuple[str, str]]:
         parameters = facts.parameter_count()
         total, besides = parameters.total, f", without embeddings {count(parameters.layers)}"
         besides += f", active {count(parameters.active)}" if parameters.idle else ""
-        shapes = [_shape(section) for section in facts.section_facts()]
+        shapes = _of_equal({section.path: _shape(section) for section in facts.section_facts()})
     if columns is not None and vocabulary is not None:
         predicted = columns >= vocabulary  # False for a text classifier
         padded = f", padded to {columns:,}" if predicted else ""
@@ -82,9 +85,8 @@ def _model(program: Program, tokens: int) -> list[tuple[str, str]]:
     if vocabulary is not None:
         unused = f" (the tokenizer has {tokens:,})" if tokens != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
-    if model.flops is not None:
-        on_gpus = program.mesh.devices.flat[0].platform != "cpu"  # elsewhere no line follows the formula
-        rows.append((f"FLOPs per {model.unit.removesuffix('s')}", model.flops.text(megatron=on_gpus)))
+    if model.flops is not None and program.mesh.devices.flat[0].platform != "cpu":  # elsewhere no line uses it
+        rows.append((f"FLOPs per {model.unit.removesuffix('s')}", model.flops.text(megatron=True)))
     if predicted and vocabulary is not None:
         expected = cfg.first_loss()
         expected = f"ln {vocabulary} = {log(vocabulary):.3f}" if expected is None else expected
@@ -109,7 +111,7 @@ def _trained(program: Program) -> list[tuple[str, str]]:
     if len(program.optimizer.declared) == len(program.declared):
         return []
     stored, trained, low_rank = program.elements
-    lora = getattr(program.cfg.model, "lora", None)
+    lora = program.cfg.model.lora
     text = f"{count(trained)} ({trained:,}), {trained / stored:.2%} of all"
     if lora is not None:
         adapters = sum(path.endswith(LORA_A) for path in program.adapters)
@@ -119,15 +121,15 @@ def _trained(program: Program) -> list[tuple[str, str]]:
 
 
 def _shape(section: SectionFacts) -> str:
-    hidden, prefix = section.hidden, f"{section.path}: " if section.path else ""
+    hidden = section.hidden
     kinds = Counter()
     for block, times in section.stack.repeated_blocks():
         kinds[block.summary(hidden)] += times
     blocks = "; ".join(kinds) if len(kinds) == 1 else "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    return f"{prefix}{section.stack.layers()} layers x {hidden} hidden, {blocks}"
+    return f"{section.stack.layers()} layers x {hidden} hidden, {blocks}"
 
 
-def _layout(program: Program, description: Description) -> list[tuple[str, str]]:
+def _layout(program: Program, description: RunFigures) -> list[tuple[str, str]]:
     parallel, mesh, available = program.cfg.parallel, program.mesh, jax.device_count()
     rest = f" ({mesh.size} of {available} used)" if mesh.size < available else ""
     processes, world = f"{jax.process_count()} process" + "es" * (jax.process_count() > 1), find_world()
@@ -140,13 +142,14 @@ def _layout(program: Program, description: Description) -> list[tuple[str, str]]
         "fsdp": "fsdp: weights and optimizer state",
     }
     groups, of_group = mesh.shape["replica"], devices_over(mesh.shape, SHARDS)
-    copies = f"; {groups} groups of {of_group} devices, each with a copy" if groups > 1 else ""
+    layout = [", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)]
+    layout += [f"data sharding {sharding[parallel.data_sharding]}"] * (groups * of_group > 1)
+    layout += [f"{groups} groups of {of_group} devices, each with a copy"] * (groups > 1)
+    layout += ["sequence parallel"] * parallel.sequence
     return [
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}{rest}, {processes}"),
         *_idle(mesh),
-        ("mesh", ", ".join(f"{name} {size}" for name, size in mesh.shape.items())),
-        ("data sharding", sharding[parallel.data_sharding] + copies),
-        ("sequence parallel", "on" if parallel.sequence else "off"),
+        *([("mesh", "; ".join(layout))] if mesh.size > 1 else []),
         *_context(program.layout.rows, program.cfg.model),
         *_experts(parallel, mesh, description.mixtures, known=program.summary.facts is not None),
         *_pipeline(program),
@@ -197,9 +200,9 @@ def _pipeline(program: Program) -> list[tuple[str, str]]:
     sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
     rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
     padding = f"; {rows - layers} of {rows} rows are padding" if rows > layers else ""
-    if len(program.cfg.model.stack.parts()) > 1:
-        return [("pipeline", text), ("layers of a chunk", f"{sizes}, in one program for all chunks")]
-    return [("pipeline", text), ("layers of a chunk", f"{sizes} repeats of the pattern{padding}")]
+    several = len(program.cfg.model.stack.parts()) > 1
+    chunk = f"{sizes} layers, in one program for all" if several else f"{sizes} repeats of the pattern{padding}"
+    return [("pipeline", f"{text}, each of {chunk}")]
 
 
 def _batch(program: Program) -> list[tuple[str, str]]:
@@ -207,19 +210,20 @@ def _batch(program: Program) -> list[tuple[str, str]]:
     rows, length = program.sizes.sizes()[-1].rows, cfg.model.row_positions()
     split = f"{program.microbatches} microbatches x {replicas} data-parallel x {cfg.batch.micro_size} rows"
     positions = program.sizes.samples(cfg.steps) * length
-    more = [] if unit == "rows" else [(f"{unit} per step", f"{rows * length:,} ({length} per row)")]
+    size = "" if unit == "rows" else f"; {rows * length:,} {unit}, {length} per row"
+    more = list[tuple[str, str]]()
     if cfg.batch.side_by_side > 1:
         beside = "a forward beside a backward in full ticks" if cfg.parallel.pipeline > 1 else "layer by layer"
         more.append(("side by side", f"{cfg.batch.side_by_side} microbatches, {beside}"))
     return [
-        ("rows per step", f"{rows} = {split}"),
+        ("rows per step", f"{rows} = {split}{size}"),
         *more,
         ("whole run", f"{cfg.steps:,} steps, {count(positions)} {unit}"),
-        ("loss average", cfg.batch.loss_average),
+        *([("loss average", cfg.batch.loss_average)] if cfg.batch.loss_average != "tokens" else []),
     ]
 
 
-def _training(program: Program, description: Description, kernels: Sequence[Choice[str]]) -> list[tuple[str, str]]:
+def _training(program: Program, description: RunFigures, kernels: Sequence[KernelChoice[str]]) -> list[tuple[str, str]]:
     cfg = program.cfg
     precision, optimizer, schedule = cfg.precision, cfg.optimizer, cfg.schedule
     clip = "none" if optimizer.clip is None else f"{optimizer.clip:g}"
@@ -242,8 +246,17 @@ def _training(program: Program, description: Description, kernels: Sequence[Choi
     ]
 
 
+def _loss_scale(run: Run) -> list[tuple[str, str]]:
+    """Of float16: why the first updates change nothing."""
+    if run.cfg.precision.floor() is None:
+        return []
+    return [
+        ("loss scale", f"starts at {float(run.state.loss_scale):,.0f}; updates are skipped until it has fallen enough")
+    ]
+
+
 def _kernels(
-    model: ModelConfig, parallel: ParallelConfig, facts: Facts | None, kernels: Sequence[Choice[str]]
+    model: ModelConfig, parallel: ParallelConfig, facts: Facts | None, kernels: Sequence[KernelChoice[str]]
 ) -> list[tuple[str, str]]:
     """Backends of each kind of layer; on a GPU, also why a faster one is not used."""
     choices = list(dict.fromkeys(kernels))
@@ -338,7 +351,7 @@ def _recompute(program: Program, saved: Mapping[str, Sequence[SavedBytes]]) -> l
         text += f" (first {remat.layers} layers of each chunk); other layers: {_saved(remat.lighter_policy())}"
     share = program.mesh.shape["tensor"] * program.mesh.shape["context"]
     over = f", over {share} devices" if share > 1 else ""
-    rows = [("recompute", text)]
+    costs_of = dict[str, str]()
     for path, costs in saved.items():
         cost = "; ".join(
             (f"{layer.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
@@ -347,8 +360,17 @@ def _recompute(program: Program, saved: Mapping[str, Sequence[SavedBytes]]) -> l
             + f", {size(layer.recomputed)} recomputed"
             for layer in costs
         )
-        rows.append(("saved by a layer", f"{path}{': ' * bool(path)}per microbatch{over}: {cost}"))
-    return rows
+        costs_of[path] = f"per microbatch{over}: {cost}"
+    return [("recompute", text), *(("saved by a layer", cost) for cost in _of_equal(costs_of))]
+
+
+def _of_equal(texts: Mapping[str, str]) -> list[str]:
+    """The texts of sections by their paths, equal ones once, after the paths. The main section has an empty path."""
+    paths: dict[str, list[str]] = {}
+    for path, text in texts.items():
+        paths.setdefault(text, []).append(path)
+    names = {text: ", ".join(path for path in sections if path) for text, sections in paths.items()}
+    return [f"{name}: {text}" if name else text for text, name in names.items()]
 
 
 def _saved(policy: SavePolicy) -> str:
@@ -369,24 +391,31 @@ def memory_formula(report: MemoryReport | None) -> str:
 
 
 def _compiler(program: Program) -> list[tuple[str, str]]:
-    """Compiler options, and the folder of compiled programs."""
-    settings, options, cache = program.cfg.xla, program.options, cache_in_use()
+    """Compiler options, versions, and the folder of compiled programs."""
+    settings, options, cache, scheduler = program.cfg.xla, program.options, cache_in_use(), program.scheduler
     user_options = settings.options
     defaults = ", ".join(f"{name}={value}" for name, value in options.items() if name not in user_options)
     user_text = ", ".join(f"{name}={options[name]}" for name in user_options)
-    gpu = scheduling_gpu(settings, program.mesh)
     on_gpus = program.mesh.devices.flat[0].platform == "gpu"
+    freed = ["freed memory kept by this process (mallopt)"] * keeps_freed_memory()
+    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
     share, nccl = (memory_fraction(), nccl_variables()) if on_gpus else (None, "")
     return [
         *([("XLA", defaults)] if defaults else []),
         *([("XLA, as asked", user_text)] if user_text else []),
         *([("XLA, by environment", ", ".join(sorted(flag_names())))] if flag_names() else []),
-        *([("schedule", f"by kernel times of the cost model for {gpu.name}; compiled twice")] if gpu else []),
+        *(
+            [("schedule", f"by kernel times of the cost model for {scheduler.device}; compiled twice")]
+            if scheduler
+            else []
+        ),
         *([("deterministic", "on: no autotuning, sums in a fixed order")] if settings.deterministic else []),
         *([("NCCL", nccl)] if nccl else []),
         *([("GPU memory", f"{share} of it for arrays (xla.memory_fraction)")] if share else []),
-        *([("freed memory", "kept by this process (mallopt)")] if keeps_freed_memory() else []),
-        ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
+        (
+            "software",
+            "; ".join([versions, *freed, f"compiled programs {'not kept' if cache is None else f'in {cache}'}"]),
+        ),
     ]
 
 
@@ -401,19 +430,17 @@ def _reference(reference: Reference | None) -> list[tuple[str, str]]:
     ]
 
 
-def _passes(rows: Any) -> str:
+def _passes(rows: object) -> str:
     """Number of passes over the data, if more than one, and a note. Row sources of users may lack both."""
     passes, note = getattr(rows, "passes", 1), getattr(rows, "note", "")
     return (f" ({passes:,} passes over the data)" if passes > 1 else "") + note
 
 
-def _balance(train: Any, balance: str, imbalance: tuple[Any, Any] | None) -> list[tuple[str, str]]:
+def _balance(train: object, balance: str, imbalance: tuple[Any, Any] | None) -> list[tuple[str, str]]:
     """Fill of packed rows, and the balance of attention's work among rows and among data groups."""
-    packing = getattr(train, "packing", None)
-    text = (
-        "" if packing is None else f"{packing.fill:.1%} filled; most scores of a row {packing.imbalance:.2f} x the mean"
-    )
-    rows = [] if packing is None else [("packed rows", text)]
+    rows = []
+    if (packing := getattr(train, "packing", None)) is not None:
+        rows = [("packed rows", f"{packing.fill:.1%} filled; most scores of a row {packing.imbalance:.2f} x the mean")]
     if imbalance is None:
         return rows
     as_read, balanced = ("step {:.3f}, microbatches {:.3f}".format(*ratios) for ratios in imbalance)
@@ -431,10 +458,9 @@ def _run(parts: Parts, batches: Loader, origin: str) -> list[tuple[str, str]]:
         ("data", f"{type(cfg.data).__name__.removesuffix('Config')}; rows: {rows}{isolated}"),
         *([("rows skipped", skipped_rows(skipped))] if skipped else []),
         *_balance(splits.train, cfg.data.loader.balance, batches.imbalance()),
-        ("folder", str(cfg.run_dir)),
-        ("start", origin),
+        *([("chat template", template)] if (template := described(cfg.data, cfg.tokenizer)[0]) else []),
+        ("folder", f"{cfg.run_dir}, {origin}"),
         *_observers(cfg.logging),
         *coverage(cfg.resilience.replicas, program),
-        ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),
         *_compiler(program),
     ]

@@ -25,8 +25,9 @@ NAMES = {
     "_fresh": "the initial state",
 }
 ALWAYS = ("train_step", "_fresh")
-MIN_SECONDS = 1.0
-"""Other programs are reported if they took at least this long."""
+MIN_SECONDS, LONG_SECONDS = 1.0, 15.0
+"""Other programs are reported if they took at least this long. Of those without a name for users, such as a slice, only
+long ones have a line; the time of the others is said with the next line."""
 
 
 class Compile(NamedTuple):
@@ -56,6 +57,7 @@ class CompileLog:
     def __init__(self, say: Callable[[str], None], event: Callable[..., None] | None = None):
         self._say, self._event = say, event or EventLog().event
         self._ready: dict[str, Callable[[], None]] = {}
+        self._unsaid: list[float] = []
         self._thread = threading.local()
 
     @contextmanager
@@ -78,11 +80,11 @@ class CompileLog:
         if jax.process_index() == 0 and (folder := cache_in_use()) is not None:
             record(folder)  # autotuning results, which exist even for programs that are not cached
 
-    def _on_event(self, event: str, **_: Any) -> None:
+    def _on_event(self, event: str, **_: object) -> None:
         if event in (HIT, CACHE_WRITE):
             self._noted[event] = True
 
-    def _on_duration(self, event: str, duration_secs: float, **fields: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **fields: object) -> None:
         noted = self._noted
         if event == SAVED:
             noted[event] = duration_secs
@@ -95,7 +97,13 @@ class CompileLog:
         if new_entry and (folder := cache_in_use()) is not None:
             record(folder)
         if program.name in ALWAYS or duration_secs >= MIN_SECONDS:
-            self._say(program.description())
+            self._unsaid.append(duration_secs)
+            if program.name in NAMES or duration_secs >= LONG_SECONDS:
+                *others, _ = self._unsaid
+                programs = f"{len(others)} small program{'s' * (len(others) > 1)}"
+                small = f"; {programs} before it: {duration(sum(others))}" if others else ""
+                self._say(program.description() + small)
+                self._unsaid.clear()
             self._event("compile", name=program.name, seconds=round(program.seconds, 3), cached=program.cached)
         if (call := self._ready.get(program.name)) is not None:
             call()

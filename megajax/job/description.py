@@ -15,7 +15,7 @@ from megajax.training.session import Parts
 
 
 @dataclass(frozen=True)
-class Description:
+class RunFigures:
     """Figures of a run that follow from its parts, for the banner."""
 
     mixtures: Sequence[tuple[ExpertFacts, float]]
@@ -26,11 +26,11 @@ class Description:
     """By Megatron-LM's formula; None for what the formula lacks."""
 
 
-def describe(parts: Parts) -> Description:
+def describe(parts: Parts) -> RunFigures:
     """The figures of a run; those of a model without facts are empty."""
     program, facts = parts.program, parts.program.summary.facts
     if facts is None:
-        return Description((), {}, None)
+        return RunFigures((), {}, None)
     chosen = facts.with_kernels([choice.kernel for choice in parts.resolved.kernels])
     saved, mixtures = {}, []
     for section in chosen.section_facts():
@@ -39,7 +39,7 @@ def describe(parts: Parts) -> Description:
         saved[section.path] = _saved_by_layers(program, section, blocks, tokens)
         mixtures += mixtures_of(blocks, tokens / program.mesh.shape["context"])
     distinct = [layer for number, layer in enumerate(mixtures) if layer not in mixtures[:number]]
-    return Description(distinct, saved, _by_formula(program, facts))
+    return RunFigures(distinct, saved, _by_formula(program, facts))
 
 
 def mixtures_of(blocks: Sequence[BlockFacts], tokens: float) -> list[tuple[ExpertFacts, float]]:

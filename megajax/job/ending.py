@@ -8,22 +8,24 @@ from pathlib import Path
 import jax
 
 from megajax.config.errors import first_line
+from megajax.data.rows.row_source import RunBatches
 from megajax.display.banner import Section
 from megajax.display.text import count, duration, skipped_rows
 from megajax.faults.activity import FINISH
-from megajax.faults.exit_codes import NUMERIC_FAULT
+from megajax.faults.attempt_end import ATTEMPT_END, end_of_run, stopped_end
+from megajax.faults.exit_codes import NUMERIC_FAULT, SUCCESS
 from megajax.job.device_memory import peak_memory, size
-from megajax.job.faults.watch import advice
 from megajax.job.setup import JobSetup
-from megajax.job.steps import Steps
-from megajax.mesh.processes.peers import Peers
+from megajax.job.steps import LoggedSteps
+from megajax.job.suspicious_steps import advice
 from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.plots import plot_layers, plot_loss
 from megajax.metrics.record import read_metrics
 from megajax.metrics.throughput import Goodput
 from megajax.optim.config import ScheduleConfig
+from megajax.processes.peers import Peers
 from megajax.storage.write_errors import write_fault
-from megajax.training.guarded.faults import Corruption, NumericFault
+from megajax.training.guarded.guard import Corruption, NumericFault
 from megajax.training.session import Run
 from megajax.training.step_report import StepInfo
 
@@ -40,7 +42,7 @@ type Reporter = Callable[[Path, bool], tuple[str | None, Goodput | None]]
 class Ending:
     """The end of an attempt at a run: saves, evaluates, plots and summarizes."""
 
-    def __init__(self, job: JobSetup, steps: Steps, sampler: Sampler | None, reporter: Reporter | None):
+    def __init__(self, job: JobSetup, steps: LoggedSteps, sampler: Sampler | None, reporter: Reporter | None):
         self.run, self.folder, self.console, self._event = job.run, job.attempt.folder, job.console, job.event
         self._job, self._steps, self._sampler, self._reporter = job, steps, sampler, reporter
         self._consumed = int(job.run.state.consumed_samples)
@@ -56,11 +58,11 @@ class Ending:
         with self._phase():
             self._steps.integrity.at_end()
             self._finish(last)
-        return self._job.stop.code() if self.run.step < self.run.cfg.steps else 0
+        return self._job.stop.code() if self.run.steps_done < self.run.cfg.steps else 0
 
     def _finish(self, last: StepInfo | None) -> None:
         job, steps, save, cfg = self._job, self._steps, self._steps.save, self.run.cfg
-        step, stopped = self.run.step, self.run.step < cfg.steps
+        step, stopped = self.run.steps_done, self.run.steps_done < cfg.steps
         steps.profile.stop(step)
         may_save = not job.stop.agree_on_signal() or cfg.resilience.save_on_signal
         save_now = stopped and may_save and step > job.first
@@ -85,6 +87,8 @@ class Ending:
             self.folder.demand_config()
             self._demand_checkpoint(save.saved)
         self._event("end", step=step)
+        end = stopped_end(step, save.saved, job.stop.reason(step), job.stop.code()) if stopped else None
+        self._event(ATTEMPT_END, **(end or end_of_run(SUCCESS, "done", "done", step)))
         if jax.process_index() == 0:
             self._summarize(last)
 
@@ -118,6 +122,8 @@ class Ending:
         )
         if not Peers("ending").broadcast(evaluated):
             self._finish(None)  # the attempt that trained the last step ended before it could
+        else:
+            self._event(ATTEMPT_END, **end_of_run(SUCCESS, "done", "nothing to train", first))
 
     def numeric_fault(self, fault: NumericFault | Corruption) -> int:
         """Training can't continue with these numbers: save nothing -> exit code."""
@@ -132,6 +138,7 @@ class Ending:
         self.console.steps_over()
         with self._phase():
             self._event("numeric_fault", message=message, exit_code=code)
+            self._event(ATTEMPT_END, **end_of_run(code, "numeric_fault", message, self.run.steps_done))
             self._job.attempt.pulse.last_beat(beat, code)
             self.console.say(line)
             self._steps.save.abandon()
@@ -151,11 +158,13 @@ class Ending:
             self._plot()
         goodput = self._report()
         self._sample()
-        self.console.show("done" if self.run.step >= self.run.cfg.steps else "stopped", self._totals(last, goodput))
+        title = "done" if self.run.steps_done >= self.run.cfg.steps else "stopped"
+        unchanged = ", and nothing was learned" * (0 < self.run.steps_done == int(self.run.state.skipped))
+        self.console.show(f"{title}{unchanged}", self._totals(last, goodput))
 
     def _plot(self) -> None:
         """Plot the loss and the measures of layers."""
-        title = f"{self.folder.path.name}: {self.run.step:,} steps"
+        title = f"{self.folder.path.name}: {self.run.steps_done:,} steps"
         vocabulary = None if self.run.cfg.model.first_loss() else self.run.program.summary.vocabulary
         try:
             self.console.say(plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=vocabulary))
@@ -168,7 +177,7 @@ class Ending:
         """Print a sample of the trained model, only after the last step and in a single process. Errors are printed."""
         logging, evaluation = self.run.cfg.logging, self.run.cfg.evaluation
         wanted = logging.prompt is not None or evaluation.ends_with_one() if logging.sample is None else logging.sample
-        if self._sampler is None or not wanted or self.run.step < self.run.cfg.steps or jax.process_count() > 1:
+        if self._sampler is None or not wanted or self.run.steps_done < self.run.cfg.steps or jax.process_count() > 1:
             return
         try:
             with self.console.ticker("sampling", total=False):
@@ -180,7 +189,7 @@ class Ending:
 
     def _totals(self, last: StepInfo | None, goodput: Goodput | None) -> list[Section]:
         """Totals of this attempt. goodput: over all attempts."""
-        step, first, seconds = self.run.step, self._job.first, time.monotonic() - self._job.attempt.started
+        step, first, seconds = self.run.steps_done, self._job.first, time.monotonic() - self._job.attempt.started
         newest, rows = self._job.manager.newest(), int(self.run.state.consumed_samples) - self._consumed
         positions, unit = rows * self.run.cfg.model.row_positions(), self.run.program.summary.unit
         work = [
@@ -195,7 +204,9 @@ class Ending:
             work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))
         if skipped := self.run.parts.skipped_rows():
             work.append(("rows skipped", skipped_rows(skipped)))
-        losses = [("train loss", f"{last.loss:.4f}")] if last is not None else []
+        if updates := int(self.run.state.skipped):
+            work.append(("updates skipped", f"{updates:,} of {step:,}{self._scale(last)}"))
+        losses = [] if last is None else [("train loss", f"{round(last.loss, 4) + 0.0:.4f}")]  # never -0.0000
         for split, metrics in self._steps.evaluate.last.items():
             losses += [(f"{split} {name.replace('_', ' ')}", f"{value:.4f}") for name, value in metrics.items()]
         results = [] if newest is None else [("checkpoint", f"{self.folder.checkpoints} (step {newest})")]
@@ -205,7 +216,26 @@ class Ending:
             if path.exists()
         ]
         results.append(("files", "\n".join(map(str, files))))
-        return [section for section in (("work", work), ("loss", losses), ("kept", results)) if section[1]]
+        answers = ("answers of the last rollout", self._answers())
+        return [section for section in (("work", work), ("loss", losses), answers, ("kept", results)) if section[1]]
+
+    def _answers(self) -> list[tuple[str, str]]:
+        """Rewards and lengths of the answers of the last rollout, if the run has any: not each step has one."""
+        if not isinstance(self.run.batches, RunBatches):
+            return []
+        lines = read_metrics(self.folder.metrics)[0]
+        rollout = next((line for line in reversed(lines) if "reward" in line), {})
+        names = [name for name in rollout if name.startswith(("reward", "answer"))]
+        return [(name.replace("_", " "), f"{rollout[name]:.4g}") for name in names]
+
+    def _scale(self, last: StepInfo | None) -> str:
+        """What the loss scale did, for float16."""
+        if (floor := self.run.cfg.precision.floor()) is None:
+            return ""
+        scale = float(self.run.state.loss_scale)
+        if last is None or not last.skipped or scale <= floor:
+            return f"; the loss scale fell to {scale:,.0f}"
+        return f"; the loss scale still falls, now {scale:,.0f}: train longer, or from a lower scale"
 
     def _report(self) -> Goodput | None:
         """Write the report -> the goodput. Errors are printed: they do not fail a run that has trained."""

@@ -1,7 +1,7 @@
 """Hooks that evaluate between steps."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,21 +9,24 @@ from typing import Any, Self
 
 import numpy as np
 
+from megajax.data.rows.row_source import RowSource
 from megajax.faults.signals import StopWaiting
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writer import Writer
 from megajax.training.config import EvaluationConfig
 from megajax.training.guarded.phase_timers import EVALUATION
-from megajax.training.run_config import RunConfig
-from megajax.training.scoring import Scorer, Stopped, Task
+from megajax.training.scorer import Scorer, Stopped
 from megajax.training.session import Run
+
+type Task = Callable[[], Mapping[str, Any]]
+"""Evaluates the current weights of a Scorer: objects with a `value`, by name."""
 
 
 @dataclass
 class Evaluate:
     """Metrics on the validation sets every n steps; each time on the next rows, as in Megatron-LM, or on all rows."""
 
-    cfg: RunConfig
+    cfg: EvaluationConfig
     log: Writer
     stopping: Callable[[], bool] = lambda: False
     """Called before each batch; True ends the evaluation."""
@@ -36,31 +39,31 @@ class Evaluate:
     phase: str = EVALUATION
 
     def due(self, step: int) -> bool:
-        every = self.cfg.evaluation.every
-        return every is not None and self.cfg.evaluation.batches > 0 and step % every == 0
+        every = self.cfg.every
+        return every is not None and self.cfg.batches > 0 and step % every == 0
 
     def __call__(self, run: Run, step: int) -> None:
-        rows = self.cfg.evaluation.batches * _batch_rows(run)
+        rows = self.cfg.batches * _batch_rows(run)
         for name, source in _validation_sets(run):
-            self.measure(run, step, name, source, (step // (self.cfg.evaluation.every or 1) - 1) * rows)
+            self.measure(run, step, name, source, (step // (self.cfg.every or 1) - 1) * rows)
 
     def at_end(self, run: Run, step: int) -> None:
         """Evaluate on the next validation rows, unless this step has just been evaluated, then on the test split."""
-        if self.cfg.evaluation.batches == 0:
+        if self.cfg.batches == 0:
             return
-        rows = self.cfg.evaluation.batches * _batch_rows(run)
-        first = step // self.cfg.evaluation.every * rows if self.cfg.evaluation.every else 0
+        rows = self.cfg.batches * _batch_rows(run)
+        first = step // self.cfg.every * rows if self.cfg.every else 0
         if not (step and self.due(step) and self.last):
             for name, source in _validation_sets(run):
                 self.measure(run, step, name, source, first)
         self.measure(run, step, "test", run.parts.splits.test, 0)
 
-    def measure(self, run: Run, step: int, split: str, source: Any, first: int) -> None:
+    def measure(self, run: Run, step: int, split: str, source: RowSource | None, first: int) -> None:
         """Evaluate on one split and log the metrics; a split without rows is skipped."""
         if source is None:
             return
-        started, batches = time.monotonic(), self.cfg.evaluation.batches
-        if self.cfg.evaluation.full:
+        started, batches = time.monotonic(), self.cfg.batches
+        if self.cfg.full:
             source, first = PaddedRows(source, _batch_rows(run)), 0
             batches = len(source) // _batch_rows(run)
         with self.ticker(f"evaluating on the {split} split"):
@@ -75,7 +78,7 @@ class Evaluate:
             return
         self.last[split] = metrics
         other_metrics = {name: value for name, value in metrics.items() if name != "loss"}
-        likelihood = self.cfg.model.first_loss() is None
+        likelihood = run.cfg.model.first_loss() is None
         self.log.log(
             EvaluationRecord(step=step, split=split, loss=metrics["loss"], metrics=other_metrics, likelihood=likelihood)
         )
@@ -90,7 +93,7 @@ class EvaluateTasks:
     log: Writer
     scorer: Scorer
     tasks: dict[str, Task]
-    """Tasks by name."""
+    """Tasks by name, such as those of `megajax.tasks`."""
     ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Shows that an evaluation is under way."""
     last_step: int | None = None
@@ -136,17 +139,17 @@ class EvaluateTasks:
 class PaddedRows:
     """The rows of a source, padded with rows without loss to a multiple of `size`."""
 
-    def __init__(self, source: Any, size: int):
+    def __init__(self, source: RowSource, size: int):
         self._source, self._length = source, -(-len(source) // size) * size
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, row: int) -> Mapping[str, np.ndarray]:
         if row < len(self._source):
             return self._source[row]
         first, padding = self._source[0], {"padding": 1, "loss_mask": 0, "segment_ids": 0, "encoder_segment_ids": 0}
-        return first | {name: np.full_like(first[name], value) for name, value in padding.items() if name in first}
+        return {**first, **{name: np.full_like(first[name], value) for name, value in padding.items() if name in first}}
 
 
 def _batch_rows(run: Run) -> int:

@@ -7,29 +7,31 @@ from typing import NoReturn
 
 import jax
 
-from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.command_line.parser import end_at_once
+from megajax.config.class_references import demand_packages
 from megajax.config.dump import diff_from_defaults, to_yaml
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.faults.activity import SETUP, START, Stage
+from megajax.faults.pulse import Pulse
 from megajax.faults.signals import agree
+from megajax.job.device_faults import device_fault
 from megajax.job.ending import Ending, Reporter, Sampler
-from megajax.job.faults.device_faults import device_fault
-from megajax.job.faults.failure import report_lost_lines
-from megajax.job.faults.hang import Pulse
 from megajax.job.hooks import Evaluate
 from megajax.job.saves.save import SavesFailed
-from megajax.job.setup import Attempt, JobSetup, set_up_job
+from megajax.job.setup import JobSetup, JobStart, set_up_job
 from megajax.job.start.compile_cache import use_cache
-from megajax.job.steps import Steps
+from megajax.job.steps import LoggedSteps
 from megajax.mesh.mesh import find_devices
-from megajax.mesh.processes.peers import Peers
-from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.event_hook import event_hook
+from megajax.metrics.line_file import FileDeleted, report_lost_lines
 from megajax.metrics.writer import Writers
 from megajax.metrics.writers import open_writers
-from megajax.training.guarded.faults import Corruption, NumericFault
-from megajax.training.resolved import Resolved, resolve
+from megajax.planning.resolve import resolve
+from megajax.processes.peers import Peers
+from megajax.processes.xla_options import XlaConfig
+from megajax.training.guarded.guard import Corruption, NumericFault
+from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
 
 
@@ -59,23 +61,24 @@ def train(
     """
     started = time.monotonic() if started is None else started
     attempt, code = (
-        Attempt(cfg.run_dir, cfg.resilience.watchdog, started, skip_train=skip_train, verify_data=verify_data),
+        JobStart(cfg.run_dir, cfg.resilience.watchdog, started, skip_train=skip_train, verify_data=verify_data),
         0,
     )
     with report_lost_lines(lambda: code), attempt:
         try:
+            demand_packages(cfg)
             devices = connect_devices(attempt.pulse, connect, patience, cfg.xla)
             with attempt.activity.phase(SETUP):
-                manager = attempt.open_folder(cfg.checkpoint)
-                if jax.process_index() == 0 and not skip_train:
-                    attempt.stack.enter_context(event_hook(attempt.folder.path, cfg.logging.on_event))
                 demand_files(cfg.data, cfg.tokenizer)
                 resolved = resolve(cfg, devices)
+                manager = attempt.open_folder(cfg.checkpoint)  # a refused config leaves no folder
+                if jax.process_index() == 0 and not skip_train:
+                    attempt.stack.enter_context(event_hook(attempt.folder.path, cfg.logging.on_event))
             changed = () if resolved.replan is None else resolved.replan.changes
             config_yaml = to_yaml(resolved.cfg, {**(sources or {}), **dict.fromkeys(changed, "parallel.elastic")})
             code = run_attempt(resolved, attempt, manager, config_yaml, sampler, reporter)
         except BaseException as error:
-            _fail(error, cfg, attempt)
+            fail(error, cfg, attempt)
     if attempt.job is not None and attempt.job.stop.abandoned:
         attempt.job.stop.leave(code)
     return code
@@ -106,7 +109,7 @@ def connect_devices(
 
 def run_attempt(
     resolved: Resolved,
-    attempt: Attempt,
+    attempt: JobStart,
     manager: CheckpointManager,
     config_yaml: str,
     sampler: Sampler | None,
@@ -116,11 +119,13 @@ def run_attempt(
     with attempt.activity.phase(SETUP):
         attempt.job = job = set_up_job(resolved, attempt, manager)
     if attempt.skip_train:
-        Evaluate(job.cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)
+        Evaluate(job.cfg.evaluation, job.console, ticker=partial(job.console.ticker, total=False)).at_end(
+            job.run, job.first
+        )
         return 0
     with attempt.activity.phase(SETUP):
         attempt.activity.stage(Stage.LOGS)
-        steps = Steps(job, open_log(job, config_yaml), config_yaml)
+        steps = LoggedSteps(job, open_log(job, config_yaml), config_yaml)
         if job.first < job.cfg.steps:
             steps.begin()
     ending = Ending(job, steps, sampler, reporter)
@@ -143,6 +148,7 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
         job.cfg.logging,
         job.attempt.folder,
         start_step=job.first,
+        attempt=job.attempt.events.attempt,
         primary=primary,
         run_config=settings,
     )
@@ -165,7 +171,7 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
     return log
 
 
-def _fail(error: BaseException, cfg: RunConfig, attempt: Attempt) -> NoReturn:
+def fail(error: BaseException, cfg: RunConfig, attempt: JobStart) -> NoReturn:
     """Save if possible, record the error for the launcher and the report, and raise it, with an explanation if known.
 
     With several processes, this one exits here.
@@ -174,7 +180,8 @@ def _fail(error: BaseException, cfg: RunConfig, attempt: Attempt) -> NoReturn:
     if job is not None and fault is None:
         job.local.rescue(job.run, error)
     fault = attempt.pulse.failed(fault or error) or fault
-    attempt.failures.crash(fault or error, error)
+    if not isinstance(error, FileDeleted) or attempt.folder.events.exists():  # a deleted folder stays so
+        attempt.failures.crash(fault or error, error)
     end_at_once(fault or error)
     if fault is not None:
         raise fault from error

@@ -4,16 +4,20 @@ from collections.abc import Sequence
 
 import jax
 
+from megajax.config.compose import check
 from megajax.config.errors import UserError
+from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.inference.assembly import engine_of_run, engine_refusal
 from megajax.inference.config import InferenceConfig, InferenceParallelConfig
 from megajax.inference.engine import Engine
-from megajax.inference.prompts import Prompt, encode
+from megajax.inference.prompt_and_answer_files import Prompt, encode
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
+from megajax.planning.resolve import resolve
 from megajax.tokenizers.base import end_tokens_of
 from megajax.training import session
 from megajax.training.check_compiler_options import inference_options
+from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
 
 
@@ -107,5 +111,25 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None) -> Run:
             f"setup starts with fresh weights and would not read {source}: train from it with python -m megajax.train, "
             "or leave checkpoint.load and checkpoint.weights out"
         )
-    run = session.setup(cfg, devices=devices)
+    run = set_up(cfg, devices=devices)
     return Run(run.parts, run.state, run.batches, run.reference)
+
+
+def set_up(
+    cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: session.Start | None = None
+) -> session.Run:
+    """A run with fresh weights or the state of `start`; see `setup`."""
+    if not isinstance(cfg, RunConfig):
+        raise UserError(f'setup takes a RunConfig, not {type(cfg).__name__}: setup(load("gpt3.py:debug"))')
+    return session.begin(_checked(cfg, devices), start)
+
+
+def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> session.Parts:
+    """The parts of a run without weights; see `setup`."""
+    return session.parts_of(_checked(cfg, devices))
+
+
+def _checked(cfg: RunConfig, devices: list[jax.Device] | None) -> Resolved:
+    check(cfg)
+    demand_files(cfg.data, cfg.tokenizer)
+    return resolve(cfg, devices)

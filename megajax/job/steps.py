@@ -5,29 +5,28 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 
-from megajax.checkpoint.retry_at_boundary import StepBoundary
+from megajax.checkpoint.agree_on_boundary import StepBoundary
 from megajax.faults.activity import LOGGING
 from megajax.job import banner
 from megajax.job.device_memory import compiled_memory, memory_in_use
-from megajax.job.faults.watch import Watch
 from megajax.job.hooks import Evaluate, EvaluateTasks
 from megajax.job.integrity.integrity import Integrity
 from megajax.job.saves.save import Save
 from megajax.job.setup import JobSetup
 from megajax.job.start.resume import checkpoint_meta
-from megajax.mesh.processes.freed_memory import trim_once
+from megajax.job.suspicious_steps import Watch
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writer import Writer
+from megajax.processes.xla_options import trim_once
 from megajax.training.guarded.guard import Guard
-from megajax.training.guarded.hooks import Hook
-from megajax.training.guarded.loop import run_guarded_steps
+from megajax.training.guarded.loop import Hook, run_guarded_steps
 from megajax.training.session import Run
 from megajax.training.step_report import StepInfo
 
 
-class Steps:
+class LoggedSteps:
     """Iterating trains; each step is logged before it is yielded.
 
     Attributes:
@@ -52,7 +51,7 @@ class Steps:
         job.attempt.stack.callback(self.profile.close)
         start_profile, stop_profile = self.profile.start_hook(), self.profile.stop_hook()
         ticker = partial(console.ticker, total=False)
-        self.evaluate = Evaluate(cfg, log, job.stop.requested_anywhere, ticker, job.stop.waiting)
+        self.evaluate = Evaluate(cfg.evaluation, log, job.stop.requested_anywhere, ticker, job.stop.waiting)
         tasks = EvaluateTasks.of(job.run, log, job.stop.requested_anywhere, ticker)
         self.tasks = [] if tasks is None else [tasks]
         self.save = Save(
@@ -70,7 +69,7 @@ class Steps:
         )
         job.local.meta = self.save.meta
         saves = (self.save, job.local)
-        self.integrity = Integrity(job.run, job.attempt.stack, event, console.say, job.attempt.folder.events, saves)
+        self.integrity = Integrity(job.run, job.attempt.stack, event, console.say, job.attempt.events.append, saves)
         if warning := job.manager.space_warning(job.run.state):
             console.say(warning)
         # Evaluate before saving: a checkpoint of a step implies that all other hooks of that step have run.

@@ -281,7 +281,7 @@ def tempered(logits: Array, temperature: float) -> Array:
     return logits if temperature == 1 else logits / temperature
 
 
-def chunked(tree: Any, chunk: int) -> Any:
+def chunked[T](tree: T, chunk: int) -> T:
     """Arrays [T, ...] -> [chunks, C, ...], zero-padded at the end."""
 
     def of_array(x: Array) -> Array:

@@ -6,7 +6,7 @@ hidden size of the teacher.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,14 +15,14 @@ from megajax.kernels.cross_entropy import VocabularyShard, capped_logits
 from megajax.kernels.soft_cap import soft_cap_slope
 
 
-class TeacherTargets(NamedTuple):
+class TeacherTargets[T](NamedTuple):
     """The labels, and the output of a teacher with the same ids and the same padding."""
 
-    labels: Any
+    labels: T
     """int32 [B, S]."""
-    states: Any
+    states: T
     """[B, S, D], laid out as the residual stream."""
-    table: Any
+    table: T
     """[V, D]."""
 
 

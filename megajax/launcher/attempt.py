@@ -130,18 +130,25 @@ class Attempt:
         return due
 
     def _forward_signal(self, number: signal.Signals) -> None:
-        self._signal(number)
         now = time.monotonic()
+        repeated = self._stop_request is not None and now - self._stop_request[1] > DUPLICATE_SECONDS
+        self._signal(self._passed_on(number) if not repeated else number)
         if self._stop_request is None:
             self._stop_request = number, now
-        elif number in (signal.SIGTERM, signal.SIGINT) and now - self._stop_request[1] > DUPLICATE_SECONDS:
+        elif repeated and number in (signal.SIGTERM, signal.SIGINT):
             # Processes end at once unless they are stopped or ignore the signal.
             self._actions.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
+
+    def _passed_on(self, number: signal.Signals) -> signal.Signals:
+        """srun kills its tasks at SIGTERM and only prints at SIGINT; it passes SIGUSR1 on, which stops training too."""
+        return signal.SIGUSR1 if self._scheduler else number
 
     def _check_beats(self) -> None:
         self._watch.read_beats()
         if self._failed is not None:
             return
+        if not self._scheduler:
+            self._watch.look_at_starts({member.index: member.process.pid for member in self._alive})
         ended = {member.index for member in self._members if member not in self._alive and not self._scheduler}
         if (reason := self._watch.hang(ended)) is not None:
             self._failed = time.monotonic()
@@ -201,6 +208,7 @@ class Attempt:
                 beat=sight.beat if (sight := sights.get(member.index)) else None,
                 silent=silent(member.index),
                 state=sight.state if sight else None,
+                start_problem=self._watch.start_problem(member.index),
             )
             for member in self._members
             if member.process.returncode != 0
@@ -266,9 +274,10 @@ class Attempt:
             return Outcome(max(member.process.returncode for member in self._members), stop_signal=stop_signal)
         member = self._member(cause)
         # A process that does not handle signals yet is killed by the forwarded signal, which is not a crash.
-        ended = stop_signal is not None and member.process.returncode == -stop_signal
+        passed_on = None if stop_signal is None else self._passed_on(stop_signal)
+        ended = passed_on is not None and member.process.returncode in (-passed_on, 128 + passed_on)
         return Outcome(
-            128 + stop_signal if ended else cause.code,
+            128 + stop_signal if ended and stop_signal else cause.code,
             cause,
             self._description + "; the others were stopped" * (len(self._members) > 1),
             self._failed or time.monotonic(),

@@ -5,33 +5,21 @@ its own. So neither the first exit nor the first watchdog shows the cause; exit 
 heartbeats and the progress of each process are combined.
 """
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megajax.faults.activity import COMPILE, SETUP, START, STEP, Stage, describe_phase
+from megajax.faults.activity import describe_phase
+from megajax.faults.attempt_end import BY_BYSTANDER, BY_LAUNCHER, PEER_LOST, describe_failure
 from megajax.faults.beats import Beat
 from megajax.faults.exit_codes import CRASH, HANG, INTERRUPTED, TERMINATED
-
-DATA_WAIT = "data_wait"
 
 SILENT_SECONDS = 5.0
 """A living process with a beat this old, unlike the others, is not running: beats come once a second."""
 
 BEATS_APART = 2.0
 """Processes with last beats closer together than this, in seconds, may have ended in any order."""
-
-_PEER_LOST = re.compile(
-    r"lost the connection|gloo|connection (closed|reset|refused)|socket closed|coordination|UNAVAILABLE|heartbeat|NCCL|"
-    r"broken pipe|preempted|another task|terminating process because",
-    re.IGNORECASE,
-)
-"""Words in errors of processes that have lost another one."""
-
-_BEFORE_STEP, _IN_STEP, _AFTER_STEP = 0, 2, 3
-_ORDER = {START: -2, SETUP: -1, DATA_WAIT: _BEFORE_STEP, COMPILE: 1, STEP: _IN_STEP}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +36,8 @@ class MemberState:
     """Age of its last beat, in seconds."""
     state: str | None = None
     """State in Linux (R, S, D, T, Z), if known."""
+    start_problem: str | None = None
+    """How it hangs before its first beat, if it does."""
 
 
 class Cause(NamedTuple):
@@ -65,6 +55,8 @@ class Cause(NamedTuple):
     """The step it was in."""
     unrecorded: bool = False
     """Whether the process could not record the failure itself."""
+    secondary: bool = False
+    """Whether a process that the launcher does not know has caused it."""
 
 
 def first_cause(members: Sequence[MemberState], hang: str | None = None) -> Cause:
@@ -121,19 +113,37 @@ def _secondary(state: MemberState) -> int:
     if state.code not in (CRASH, HANG):
         return 0
     message = None if state.beat is None else state.beat.failure
-    return 2 if state.code == CRASH and message is not None and _PEER_LOST.search(message) else 1
+    return 2 if state.code == CRASH and message is not None and PEER_LOST.search(message) else 1
+
+
+def attempt_end(cause: Cause, code: int, completed: int, *, several_machines: bool) -> dict[str, Any]:
+    """Fields of the event `attempt_end`. completed: the last step that any process has completed."""
+    name, step, text = "hang" if cause.code == HANG else "crash", cause.step, cause.text
+    if cause.unrecorded:
+        # It failed after the last completed step, even if its last heartbeat is older.
+        name, step = "lost", max(step or 0, completed + 1) if completed else step
+        text = describe_failure(name, {"process": cause.process, "cause": cause.text, "step": step})
+    elif cause.process is not None:
+        text = f"process {cause.process} {text}" + (f": {cause.message}" if cause.message else "")
+    # The launcher of another machine knows more if processes of this one have lost one of that machine.
+    by = BY_BYSTANDER if several_machines and cause.secondary else BY_LAUNCHER
+    return {"code": code, "cause": name, "process": cause.process, "step": step, "text": text, "by": by}
 
 
 def _own_failure(state: MemberState) -> Cause:
     code, message = state.code or 0, None if state.beat is None else state.beat.failure
     if code < 0:
         return Cause(state.process, CRASH, f"killed by {signal_name(-code)}", step=_step(state), unrecorded=True)
-    return Cause(state.process, code, f"exited with code {code}", message, _step(state))
+    secondary = _secondary(state) >= _VICTIM
+    return Cause(state.process, code, f"exited with code {code}", message, _step(state), secondary=secondary)
 
 
 def _holding_up(members: Sequence[MemberState]) -> Cause | None:
     """The process that the others wait for: stopped, silent, or behind them; None if there is none."""
     alive = [state for state in members if state.code is None and state.beat is not None]
+    for state in members:
+        if state.code is None and state.start_problem is not None:
+            return Cause(state.process, HANG, state.start_problem, unrecorded=True)
     for state in alive:
         if state.state == "T":
             text = f"is stopped (state T), its last beat is {state.silent:.0f} s old"
@@ -153,7 +163,7 @@ def _holding_up(members: Sequence[MemberState]) -> Cause | None:
 
 def _behind(members: Sequence[MemberState]) -> Cause | None:
     running = [state for state in members if state.beat is not None and state.code in (None, HANG)]
-    places = [(position(state.beat), state) for state in running if state.beat is not None]
+    places = [(state.beat.position(), state) for state in running if state.beat is not None]
     if len(places) < 2:
         return None
     last = min(place for place, _ in places)
@@ -175,16 +185,6 @@ def _by_verdict(members: Sequence[MemberState]) -> Cause | None:
             message = state.beat.failure if worst.beat is None else worst.beat.failure or state.beat.failure
             return Cause(worst.process, HANG, "holds up the others", message, _step(worst), worst.code is None)
     return None
-
-
-def position(beat: Beat) -> tuple[int, int, int, bool]:
-    """The position of a process: its step, and the place in the step (rows, the step itself, evaluation and saving) or
-    in the set-up. Of two processes at one place, one that waits for others is ahead."""
-    if beat.phase is None or beat.phase_step is None:
-        # Somewhere in the step after the last one that has arrived.
-        stage = list(Stage).index(Stage(beat.stage)) if beat.stage else 0
-        return beat.step + 1, _ORDER.get(beat.phase or "", _IN_STEP), stage, beat.waits
-    return beat.phase_step, _ORDER.get(beat.phase, _AFTER_STEP), 0, beat.waits
 
 
 def _step(state: MemberState) -> int | None:

@@ -16,12 +16,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
+from megajax.config.bounds import Bounds
 from megajax.config.errors import Problem, UserError
 from megajax.faults.beats import ATTEMPT, BEATS, ELASTIC
 from megajax.faults.unfailing_output import CLOSED_STREAM_ERRORS, discard_output
-from megajax.mesh.processes.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN, split_address
+from megajax.processes.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN, split_address
 
 DRAIN_SECONDS = 1.0
 """Timeout for the remaining output of ended processes: a stray grandchild may keep a pipe open."""
@@ -35,6 +36,8 @@ LAST_LINES, LAST_BYTES = 50, 1 << 16
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
+type Port = Annotated[int, Bounds(at_least=1, at_most=65535)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gang:
@@ -44,7 +47,7 @@ class Gang:
     processes: int
     devices_per_process: int | None = None
     """CPU devices or GPUs of each process; None: one CPU device, or an equal share of the GPUs."""
-    port: int | None = None
+    port: Port | None = None
     """Port of the coordinator, on the loopback address; None: a free one."""
     coordinator: str | None = None
     """HOST:PORT of process 0 on the first of several machines, each with a launcher; None: this machine alone."""
@@ -65,24 +68,13 @@ class Gang:
             names = ("processes", "devices-per-process", "coordinator-port", "coordinator", "machines")
             pairs = zip(names, values, strict=True)
             return [Problem(f"--{name}", "has no meaning with --scheduler", hint) for name, value in pairs if value]
-        counts = (("processes", processes), ("devices-per-process", self.devices_per_process))
-        problems = [
-            Problem(f"--{name}", f"must be at least 1, got {count}")
-            for name, count in counts
-            if count is not None and count < 1
-        ]
-        if processes is None:
-            problems.append(Problem("--processes", "must be given where no GPU is visible", "a whole number"))
-        if self.port is not None and not 0 < self.port < 65536:
-            problems.append(Problem("--coordinator-port", f"must be a port, 1 to 65535, got {self.port}"))
-        return [*problems, *self._machine_problems()]
+        missing = Problem("--processes", "must be given where no GPU is visible", "a whole number")
+        return [*[missing] * (processes is None), *self._machine_problems()]
 
     def _machine_problems(self) -> list[Problem]:
         """Problems of --machines, --machine and --coordinator."""
         problems = []
-        if self.machines < 1:
-            problems.append(Problem("--machines", f"must be at least 1, got {self.machines}"))
-        elif not 0 <= self.machine < self.machines:
+        if not 0 <= self.machine < self.machines:
             message = f"must be one of {self.machines} machines, 0 to {self.machines - 1}"
             problems.append(Problem("--machine", message))
         if self.machines > 1 and (self.coordinator is None or split_address(self.coordinator) is None):

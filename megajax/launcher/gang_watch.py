@@ -3,12 +3,14 @@
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 from megajax.checkpoint.step_folders import steps_in
-from megajax.config.errors import Problem, UserError
+from megajax.config.bounds import Bounds
+from megajax.config.errors import UserError
 from megajax.faults.activity import FINISH, STACKS_FOLDER, START
 from megajax.faults.beats import Beat
 
@@ -23,23 +25,25 @@ NO_BEATS_DUE = (None, FINISH)
 """Phases in which a process may stop its beats, because it waits for the others to end."""
 
 
+STATES = {"T": "T", "D": "D", "t": "D"}
+"""States in Linux that matter in a start; a process in another one may be waiting for a lock."""
+
+LOOK_SECONDS = 1.0
+"""Least time between looks at processes without a heartbeat, for which all processes of the machine are listed."""
+
+type Timeout = Annotated[float, Bounds(above=0, hint="in seconds; none: no limit")]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class HangLimits:
     """Seconds after which a gang counts as hung; None: never."""
 
-    beat: float | None = 60.0
-    """Time without a new heartbeat of a process that has written some; at least START_SECONDS while it starts."""
-    progress: float | None = None
+    beat: Timeout | None = 60.0
+    """Time without a new heartbeat of a process that has written some; at least START_SECONDS while it starts. Also the
+    time without any work of one that has written none yet, if others have."""
+    progress: Timeout | None = None
     """Time without a change of step, phase or stage in any heartbeat. This limit is for runs without the watchdog of
     training processes, which knows the usual duration of each phase."""
-
-    def problems(self) -> list[Problem]:
-        """Problems of the flags."""
-        return [
-            Problem(f"--{name}", f"must be above 0 seconds, got {value:g}", "none: never")
-            for name, value in (("beat-timeout", self.beat), ("watchdog-timeout", self.progress))
-            if value is not None and not value > 0
-        ]
 
 
 @dataclass(slots=True)
@@ -53,11 +57,36 @@ class Sighting:
     """State in Linux (R, S, D, T, Z), if the process runs on this machine."""
 
 
+class GroupActivity(NamedTuple):
+    """What a process and those of its process group have done."""
+
+    work: int = 0
+    """CPU time in ticks, page faults that read files, and waits. Equal numbers: nothing was done in between."""
+    state: str = "S"
+    """T if one of them is stopped, D if one waits for a disk or a debugger, otherwise S."""
+
+    @classmethod
+    def of(cls, groups: Mapping[int, int]) -> dict[int, "GroupActivity"]:
+        """{process: its process group} -> {process: its activity}, of the groups on this machine."""
+        processes, activities = {group: process for process, group in groups.items()}, dict[int, GroupActivity]()
+        for path in Path("/proc").glob("[0-9]*/stat") if processes else ():
+            try:
+                state, _, group, *fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
+                if (process := processes.get(int(group))) is None:
+                    continue
+                waits = re.findall(r"ctxt_switches:\s*(\d+)", path.with_name("status").read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            before, work = activities.get(process, cls()), sum(map(int, (fields[6], fields[8], fields[9], *waits)))
+            activities[process] = cls(before.work + work, max(before.state, STATES.get(state, "S"), key="SDT".index))
+        return activities
+
+
 class GangWatch:
     """Reads the heartbeats in a folder."""
 
     def __init__(
-        self, folder: Path, limits: Limits, clock: Callable[[], float] = time.monotonic, host: str | None = None
+        self, folder: Path, limits: HangLimits, clock: Callable[[], float] = time.monotonic, host: str | None = None
     ):
         self.folder, self.limits, self._clock = folder, limits, clock
         self._host = socket.gethostname() if host is None else host
@@ -66,14 +95,31 @@ class GangWatch:
         self.run_dir: Path | None = None
         self.baseline: int | None = None
         """The newest step with a complete checkpoint when the run folder became known; None if it had none."""
+        self.starting: dict[int, tuple[GroupActivity, float]] = {}
+        """Process of this machine without a heartbeat -> its activity, and when that last changed."""
         self._positions: dict[int, tuple[object, ...]] = {}
-        self._moved_at = self._read_at = clock()
+        self._moved_at = self._read_at = self._looked_at = clock()
 
     def pause(self, seconds: float) -> None:
         """Do not count the last `seconds`, in which the launcher, and perhaps the processes, were not running."""
         for sight in self.sightings.values():
             sight.changed += seconds
+        self.starting = {process: (last, since + seconds) for process, (last, since) in self.starting.items()}
         self._moved_at += seconds
+
+    def look_at_starts(self, groups: Mapping[int, int]) -> None:
+        """Look at the processes without a heartbeat. groups: process -> its process group."""
+        if self._read_at < self._looked_at + LOOK_SECONDS:
+            return
+        self._looked_at = self._read_at
+        now, former = self._read_at, self.starting
+        activities = GroupActivity.of(
+            {process: group for process, group in groups.items() if process not in self.sightings}
+        )
+        self.starting = {
+            process: former[process] if process in former and former[process][0] == activity else (activity, now)
+            for process, activity in activities.items()
+        }
 
     def read_beats(self) -> None:
         """Read all beats."""
@@ -108,6 +154,9 @@ class GangWatch:
         for index, sight in alive.items():
             if (reason := self._silence(index, sight)) is not None:
                 return reason
+        for index in sorted(self.starting.keys() - ended):
+            if (reason := self.start_problem(index)) is not None:
+                return f"process {index} {reason}"
         limit, idle = self.limits.progress, self._read_at - self._moved_at
         if alive and limit is not None and idle > limit:
             return f"no process has moved for {idle:.0f} s (--watchdog-timeout={limit:g})"
@@ -125,12 +174,27 @@ class GangWatch:
             return f"process {index} does not answer, its last beat is {silent:.0f} s old ({setting})"
         return None
 
-    def committed(self) -> int | None:
-        """The newest step with a complete checkpoint, by the beats and the run folder; None if there is none."""
+    def start_problem(self, process: int) -> str | None:
+        """How a process without a heartbeat hangs, as a predicate; None if it does not, as far as is known."""
+        if process not in self.starting or self.limits.beat is None:
+            return None
+        (_, state), since = self.starting[process]
+        idle, limit = self._read_at - since, self.limits.beat
+        if state == "T" and idle > min(STOPPED_SECONDS, limit):
+            return f"is stopped (state T) for {idle:.0f} s, before its first heartbeat"
+        # In state D it waits for a file system. A program that writes no heartbeats may wait for anything.
+        if state == "S" and idle > limit and self.sightings:
+            return f"does not begin: no heartbeat, and nothing done for {idle:.0f} s (--beat-timeout={limit:g})"
+        return None
+
+    def committed(self, run_dir: Path | None = None) -> int | None:
+        """The newest step with a complete checkpoint, by the beats and the run folder; None if there is none.
+
+        run_dir: the run folder of former attempts, for one that has ended before it named its own.
+        """
         steps = [sight.beat.committed for sight in self.sightings.values() if sight.beat.committed is not None]
-        if self.run_dir is not None:
-            steps += committed_steps(self.run_dir)
-        return max(steps, default=None)
+        folder = self.run_dir or run_dir
+        return max([*steps, *(committed_steps(folder) if folder else ())], default=None)
 
     def stacks_since(self, since: float) -> list[Path]:
         """Files with stacks that were written after `since`, in seconds since 1970."""

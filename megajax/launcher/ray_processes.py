@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from megajax.command_line.parser import front_door
 from megajax.launcher.gang import LINE_BYTES, Prepare, write_or_drop
-from megajax.mesh.processes.ray_cluster import WAIT_SECONDS, connect_ray, passed_variables, waiting_text
-from megajax.mesh.processes.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN
+from megajax.processes.ray_cluster import WAIT_SECONDS, connect_ray, passed_variables, waiting_text
+from megajax.processes.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX, TOKEN
 
 READ_SECONDS = 1.0
 """How long a read of a process waits for output."""
@@ -32,7 +32,7 @@ LOST = 1
 """Exit code where a machine was lost with its process."""
 
 
-class Place(NamedTuple):
+class ProcessHost(NamedTuple):
     """Where a process runs."""
 
     node: str
@@ -48,13 +48,13 @@ class RemoteProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines = queue.SimpleQueue[bytes | None]()
 
-    def place(self) -> Place:
+    def place(self) -> ProcessHost:
         """Where this is."""
         import ray
 
         context = ray.get_runtime_context()
         gpus = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpus)
+        return ProcessHost(context.get_node_id(), ray.util.get_node_ip_address(), gpus)
 
     def free_port(self) -> int:
         """A free port of the machine."""

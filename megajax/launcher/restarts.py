@@ -12,7 +12,7 @@ FRUITLESS_ATTEMPTS = 3
 """The launcher gives up after this many attempts in a row without a new checkpoint."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RestartConfig:
     """Number, delays and conditions of restarts."""
 
@@ -25,16 +25,9 @@ class RestartConfig:
 
     def problems(self, processes: int) -> list[Problem]:
         """Problems of the flags."""
-        problems = []
-        if self.max_restarts < 0:
-            problems.append(Problem("--max-restarts", f"must be at least 0, got {self.max_restarts}"))
-        for name, value in (("backoff", self.backoff), ("max-backoff", self.max_backoff)):
-            if not 0 <= value < float("inf"):
-                problems.append(Problem(f"--{name}", f"must be at least 0 seconds, got {value:g}"))
-        if self.min_processes is not None and not 1 <= self.min_processes <= processes:
-            message = f"must be from 1 to --processes={processes}, got {self.min_processes}"
-            problems.append(Problem("--min-processes", message))
-        return problems
+        if self.min_processes is None or 1 <= self.min_processes <= processes:
+            return []
+        return [Problem("--min-processes", f"must be from 1 to --processes={processes}, got {self.min_processes}")]
 
 
 class Restart(NamedTuple):
@@ -63,7 +56,8 @@ class Restarts:
         self.cfg, self.slots = cfg, tuple(slots)
         self.restarts = 0
         self._all = len(self.slots)
-        self._newest: int | None = None
+        self.newest: int | None = None
+        """The newest step with a checkpoint, as far as is known."""
         self._fruitless = 0
         self._wait = cfg.backoff
         self._last_slot: int | None = None
@@ -92,7 +86,7 @@ class Restarts:
         if repeated and self._may_drop():
             return self._restart(slot)
         if self._has_beats and self._fruitless >= FRUITLESS_ATTEMPTS:
-            return Stop(NO_PROGRESS, f"no progress past step {self._newest or 0} in {FRUITLESS_ATTEMPTS} attempts")
+            return Stop(NO_PROGRESS, f"no progress past step {self.newest or 0} in {FRUITLESS_ATTEMPTS} attempts")
         return self._restart()
 
     def unable_to_start(self, process: int) -> Restart | Stop:
@@ -103,11 +97,11 @@ class Restarts:
     def _note(self, baseline: int | None, committed: int | None, has_beats: bool) -> bool:
         """Whether the attempt has saved a new checkpoint."""
         self._has_beats = self._has_beats or has_beats
-        if baseline is not None and (self._newest is None or baseline > self._newest):
-            self._newest = baseline
-        progressed = committed is not None and (self._newest is None or committed > self._newest)
+        if baseline is not None and (self.newest is None or baseline > self.newest):
+            self.newest = baseline
+        progressed = committed is not None and (self.newest is None or committed > self.newest)
         if progressed:
-            self._newest, self._fruitless, self._wait = committed, 0, self.cfg.backoff
+            self.newest, self._fruitless, self._wait = committed, 0, self.cfg.backoff
         else:
             self._fruitless += 1
         return progressed

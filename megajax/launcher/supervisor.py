@@ -13,9 +13,12 @@ from queue import Empty, SimpleQueue
 
 from megajax.config.call_with_timeout import OUTPUT_SECONDS, with_time_limit
 from megajax.config.errors import UserError
+from megajax.faults.attempt_end import ATTEMPT_END, BY_LAUNCHER, end_of_run
+from megajax.faults.exit_codes import CRASH
 from megajax.launcher.attempt import Attempt, Outcome
+from megajax.launcher.first_failure import Cause, attempt_end
 from megajax.launcher.gang import CannotStart, Gang, Member, forwarding, last_lines, running, write_or_drop
-from megajax.launcher.gang_watch import GangWatch, Limits
+from megajax.launcher.gang_watch import GangWatch, HangLimits
 from megajax.launcher.restarts import Restart, RestartConfig, Restarts, Stop
 
 type Record = Callable[..., None]
@@ -27,7 +30,7 @@ class Supervision:
     """Restarts, limits of hangs, and the folder of heartbeats."""
 
     restarts: RestartConfig = field(default_factory=RestartConfig)
-    limits: Limits = field(default_factory=Limits)
+    limits: HangLimits = field(default_factory=HangLimits)
     beats: Path | None = None
     """Folder for heartbeats, shared by all machines of the run; None: a temporary folder of this machine."""
 
@@ -65,7 +68,8 @@ class Supervisor:
         self._restarts = Restarts(supervision.restarts, range(gang.processes))
         self._supervised = supervision.restarts.max_restarts > 0
         self._run_dir: Path | None = None
-        self._number = 0
+        self._number = self._recorded = 0
+        """Number of the attempt of this launcher, and in the records of the run, which may have had earlier ones."""
 
     def run(self) -> int:
         """-> exit code."""
@@ -78,20 +82,23 @@ class Supervisor:
                 if self._number == 1:
                     raise
                 outcome = Outcome(1, None, str(error), time.monotonic())
+                self._recorded += 1
+                self._record_event(ATTEMPT_END, **end_of_run(CRASH, "start", str(error), None, by=BY_LAUNCHER))
                 decision = self._restarts.unable_to_start(error.index)
             else:
                 if outcome.cause is None:
                     return outcome.code
                 self._run_dir = watch.run_dir or self._run_dir
-                self._record_lost(outcome)
+                self._record_end(outcome, outcome.cause, watch)
+                committed = watch.committed(self._run_dir)
                 decision = self._restarts.after(
-                    outcome.cause, baseline=watch.baseline, committed=watch.committed(), has_beats=bool(watch.sightings)
+                    outcome.cause, baseline=watch.baseline, committed=committed, has_beats=bool(watch.sightings)
                 )
                 if outcome.stop_signal is not None:
                     decision = Stop(outcome.code, f"{outcome.stop_signal.name} asked for the end")
             if isinstance(decision, Stop):
                 return self._stop(outcome, decision)
-            self._announce(outcome, decision, watch.committed())
+            self._announce(outcome, decision)
             if (stop_signal := self._wait(decision.wait)) is not None:
                 return self._stop(
                     outcome, Stop(128 + stop_signal, f"{stop_signal.name} asked for the end before the restart")
@@ -121,8 +128,9 @@ class Supervisor:
                     return event
         return None
 
-    def _announce(self, outcome: Outcome, decision: Restart, committed: int | None) -> None:
-        place = "the beginning" if committed is None else f"step {committed}"
+    def _announce(self, outcome: Outcome, decision: Restart) -> None:
+        newest, unknown = self._restarts.newest, "the beginning" if self._run_dir else "the newest checkpoint, if any"
+        place = unknown if newest is None else f"step {newest}"
         number, of = self._restarts.restarts, self._restarts.cfg.max_restarts
         line = f"attempt {self._number}: {outcome.description}; restart {number} of {of} in {decision.wait:g} s"
         if decision.dropped is not None:
@@ -145,16 +153,21 @@ class Supervisor:
         if outcome.stacks:
             self._say(f"stacks of its processes: {', '.join(map(str, outcome.stacks))}")
 
-    def _record_lost(self, outcome: Outcome) -> None:
-        cause = outcome.cause
-        if cause is not None and cause.unrecorded:
+    def _record_end(self, outcome: Outcome, cause: Cause, watch: GangWatch) -> None:
+        """Record which process failed first."""
+        beats = [sight.beat for sight in watch.sightings.values()]
+        self._recorded = max((beat.attempt for beat in beats if beat.attempt), default=self._recorded + 1)
+        if cause.unrecorded:
             self._record_event("lost", process=cause.process, cause=cause.text, step=cause.step)
+        completed = max((beat.step for beat in beats), default=0)
+        end = attempt_end(cause, outcome.code, completed, several_machines=self._gang.machines > 1)
+        self._record_event(ATTEMPT_END, **end)
 
     def _record_restart(self, outcome: Outcome) -> None:
         cause = outcome.cause
         self._record_event(
             "restart",
-            attempt=self._number + 1,
+            attempt=self._recorded + 1,
             after_code=outcome.code,
             cause=outcome.description,
             process=None if cause is None else cause.process,
@@ -168,7 +181,7 @@ class Supervisor:
         if self._run_dir is None or not self._run_dir.is_dir():
             return
         try:
-            self._record(self._run_dir / "events.jsonl", name, **fields)
+            self._record(self._run_dir / "events.jsonl", name, **{"attempt": self._recorded, **fields})
         except OSError as error:
             self._say(f"{self._run_dir / 'events.jsonl'} can't be written: {error.strerror}")
 

@@ -1,59 +1,103 @@
 """Checks that configs of layers and models share; imports neither jax nor flax."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from math import inf
+from typing import NamedTuple
 
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
-from megajax.layers.facts import Side
-
-LARGEST = 2**31 - 1
-"""The largest integer that fits the int32 indices of arrays on a device."""
+from megajax.layers.facts import LayerFacts, Side
 
 
-def above_zero(**settings: float | None) -> list[Problem]:
-    """A problem for each setting that is not None and not a finite number above 0, or an integer above LARGEST."""
-    problems = []
-    for name, value in settings.items():
-        if value is not None and not 0 < value < inf:
-            problems.append(Problem(name, f"must be a number above 0, got {value}"))
-        elif isinstance(value, int) and value > LARGEST:
-            problems.append(Problem(name, f"must be at most {LARGEST}, got {value}"))
-    return problems
+class HeadGroups(NamedTuple):
+    """Heads that `tensor` shards, and groups of them that share a tensor, such as query heads and key-value heads."""
+
+    heads: int
+    size: int
+    """Size of a head; 0 if unknown."""
+    groups: int
+    group_size: int
+    setting: str = "heads"
+    """Name of the number of groups."""
+
+    def devices(self) -> list[int]:
+        """Legal sizes of `tensor`: it divides the groups of heads too, or is a multiple of them and copies each."""
+        heads, groups = max(self.heads, 1), max(self.groups, 1)
+        return [n for n in divisors_of(heads) if groups % n == 0 or n % groups == 0]
+
+    def problems(self, tensor: int) -> Iterator[Problem]:
+        """`tensor` must divide heads, and must divide groups or be a multiple of them."""
+        if self.heads % tensor:
+            yield Problem("heads", f"heads={self.heads} is not divisible by parallel.tensor={tensor}")
+        elif tensor not in self.devices():
+            message = f"{self.setting}={self.groups} and parallel.tensor={tensor}: one must be a multiple of the other"
+            yield Problem(self.setting, message)
+
+    def sides(self, tensor: int) -> Iterator[Side]:
+        """Sides of the heads and groups of a device."""
+        copied = tensor in self.devices()
+        sides = {"heads": (self.heads, self.size), self.setting: (self.groups, self.group_size)}
+        for name, (count, size) in sides.items():
+            on_all = max(count, tensor) if copied else count
+            if on_all % tensor == 0:
+                yield Side(name, f"{count} of {size} over parallel.tensor={tensor} are", on_all * size // tensor)
 
 
-def below_one(**settings: float) -> list[Problem]:
-    """A problem for each setting that is not a share: at least 0 and below 1."""
-    illegal = {name: value for name, value in settings.items() if not 0 <= value < 1}
-    return [Problem(name, f"must be at least 0 and below 1, got {value}") for name, value in illegal.items()]
+class HeadSharded(LayerFacts):
+    """Base of the configs of layers whose heads `tensor` shards."""
+
+    def head_groups(self, hidden: int = 0) -> HeadGroups:
+        """The heads; sizes are needed for `HeadGroups.sides` only. hidden: width of the residual stream."""
+        raise NotImplementedError
+
+    def tensor_sizes(self) -> list[int]:
+        """Legal sizes of `tensor`."""
+        return self.head_groups().devices()
+
+    def problems(self) -> list[Problem]:
+        """The groups must divide the heads."""
+        problems, heads = super().problems(), self.head_groups()
+        if heads.heads % heads.groups:
+            message = f"heads={heads.heads} is not a multiple of {heads.setting}={heads.groups}"
+            legal = ", ".join(map(str, divisors_of(heads.heads)))
+            problems.append(Problem(heads.setting, message, f"{heads.setting} can be {legal}"))
+        return problems
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide heads, and must divide groups or be a multiple of them."""
+        return self.head_groups().problems(sizes["tensor"])
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The heads and groups of a device. Inputs of one number per head are never in 8 bits."""
+        return self.head_groups(hidden).sides(tensor)
 
 
-def head_devices(heads: int, groups: int) -> list[int]:
-    """Legal sizes of `tensor` for these heads.
+class ChannelSharded(LayerFacts):
+    """Base of the configs of layers whose channels `tensor` shards."""
 
-    It divides the groups of heads too, or is a multiple of them and each group is copied.
-    """
-    heads, groups = max(heads, 1), max(groups, 1)
-    return [n for n in divisors_of(heads) if groups % n == 0 or n % groups == 0]
+    def sharded_channels(self) -> tuple[str, int]:
+        """Setting and number of the channels."""
+        raise NotImplementedError
 
+    def tensor_sizes(self) -> list[int]:
+        """Legal sizes of `tensor`."""
+        return divisors_of(max(self.sharded_channels()[1], 1))
 
-def head_problems(heads: int, groups: int, tensor: int, setting: str) -> Iterator[Problem]:
-    """`tensor` must divide heads, and must divide groups or be a multiple of them. setting: name of the groups."""
-    if heads % tensor:
-        yield Problem("heads", f"heads={heads} is not divisible by parallel.tensor={tensor}")
-    elif tensor not in head_devices(heads, groups):
-        message = f"{setting}={groups} and parallel.tensor={tensor}: one must be a multiple of the other"
-        yield Problem(setting, message)
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` must divide the channels."""
+        (setting, count), tensor = self.sharded_channels(), sizes["tensor"]
+        if count % tensor:
+            below = count // tensor * tensor
+            widths = " or ".join(str(width) for width in (below, below + tensor) if width)
+            message = f"{setting}={count} is not divisible by parallel.tensor={tensor}"
+            yield Problem(setting, message, f"use {setting}={widths}")
 
-
-def head_sides(heads: tuple[int, int], groups: tuple[int, int], tensor: int, setting: str) -> Iterator[Side]:
-    """Sides of the heads and groups of a device: (number, size) of both. setting: name of the groups."""
-    copied = tensor in head_devices(heads[0], groups[0])
-    for name, (count, size) in {"heads": heads, setting: groups}.items():
-        on_all = max(count, tensor) if copied else count
-        if on_all % tensor == 0:
-            yield Side(name, f"{count} of {size} over parallel.tensor={tensor} are", on_all * size // tensor)
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """The channels of a device."""
+        del hidden
+        setting, count = self.sharded_channels()
+        if count % tensor == 0:
+            yield Side(setting, f"{count} over parallel.tensor={tensor} is", count // tensor)
 
 
 def missing_members(config: object, protocol: type) -> list[str]:

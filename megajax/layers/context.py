@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 
 
 class Context(NamedTuple):

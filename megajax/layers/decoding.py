@@ -24,7 +24,7 @@ from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.cache_spec import LATEST, POSITION
 from megajax.layers.context import Context
 from megajax.mesh.layout import AxesTree, Layout
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 
 type Cache = Mapping[str, Array]
 """Leaves by name, as the layer's config declares them (`CacheLeaf`), each with a leading dimension of layers."""
@@ -38,12 +38,12 @@ type LayerLoop = Callable[[int, Callable[[Any, Any], Any], Any], Any]
 """(count, body, carry) -> the carry after body(number, carry) for the numbers from 0 to count."""
 
 
-def rolled(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def rolled[T](count: int, body: Callable[[Array | int, T], T], carry: T) -> T:
     """A `LayerLoop` that is compiled as a loop: one body for all layers, which reads its rows of stacked weights."""
     return jax.lax.fori_loop(0, count, body, carry)
 
 
-def unrolled(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def unrolled[T](count: int, body: Callable[[Array | int, T], T], carry: T) -> T:
     """A `LayerLoop` without a loop: a body for each layer, for weights that are arrays of their own."""
     for number in range(count):
         carry = body(number, carry)

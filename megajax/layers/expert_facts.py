@@ -124,7 +124,7 @@ class ExpertFacts:
         if self.way not in ("auto", way):
             return f"all experts are on each device: dispatch.way={self.way} sends nothing"
         if self.way == "auto" and self.top_k < devices:
-            return f"dispatch.way=auto is not ragged, which sends fewer bytes: {RAGGED_FAULT}"
+            return "" if on_cpu else f"dispatch.way=auto is not ragged, which sends fewer bytes: {RAGGED_FAULT}"
         if way != "ragged":
             return ""
         if on_cpu:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.recompute import PARTS, Part, SavePolicy
@@ -221,7 +221,9 @@ class Layer(Protocol):
 class LayerFacts(Builds):
     """Base class of layer configs: facts that follow from the matmuls by default."""
 
-    __slots__ = ()
+    def problems(self) -> list[Problem]:
+        """Problems of settings with each other."""
+        return []
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Matrix products with weights, in the order of the forward pass."""
@@ -242,8 +244,8 @@ class HasKernel(Protocol):
     """A layer with a kernel that depends on the device."""
 
     def kernel_choice(
-        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
-    ) -> Choice[str]:
+        self, hidden: int, request: KernelRequest, device: KernelDevice | None, setting: str = "kernel"
+    ) -> KernelChoice[str]:
         """The kernel of the layer, and the reasons against faster ones. device: None for any NVIDIA GPU.
 
         Raises UserError if a kernel chosen by name is not available; `setting` names it.
@@ -334,7 +336,7 @@ def dense(name: str, inputs: int, outputs: int) -> tuple[Weight, Weight]:
     return Weight(f"{name}.matrix", (inputs, outputs), ("embed", None)), Weight(f"{name}.bias", (outputs,), (None,))
 
 
-def norm_weights(name: str, norm: Any, size: int) -> tuple[Weight, ...]:
+def norm_weights(name: str, norm: object, size: int) -> tuple[Weight, ...]:
     """Weights of a norm with this name; () for no norm and for a norm without facts."""
     return prefixed(name, norm.weights(size)) if isinstance(norm, Norm) else ()
 

@@ -9,7 +9,7 @@ from jax import Array, lax
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, capable_grouped
 from megajax.kernels.grouped.matmul import grouped_matmul
 from megajax.mesh.layout import Layout, exact
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 
 RANK = "R"
 """The letter of the rank in einsum equations, which otherwise have lower-case letters."""

@@ -21,11 +21,11 @@ from megajax.batch import Params
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import capable, grouped_matmul
 from megajax.layers.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, Decomposed, LowRank
-from megajax.layers.quantized import BESIDE, Product, Quantized
+from megajax.layers.quantized import BESIDE, Quantized, StoredProduct
 from megajax.mesh.layer_observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.layout import Layout, Matmul
 from megajax.mesh.replicated_heads import copy_heads
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Matrix(nnx.Module):
         and experts."""
         self.layout, self.array, self.inputs = layout, array, inputs
         self.low_rank: LowRank | None = None
-        self.quantized: Product | None = None
+        self.quantized: StoredProduct | None = None
         self.rounded: Any = None
         self.names = tuple(beside)
         for name, declared in beside.items():
@@ -377,7 +377,7 @@ def reordered[M: nnx.Module](model: M, order_of: RowOrder) -> M:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def _changed[V: nnx.Variable](leaf: V, value: Any, **changes: Any) -> V:
+def _changed[V: nnx.Variable](leaf: V, value: Array | jax.ShapeDtypeStruct, **changes: Any) -> V:
     return type(leaf)(value, **(leaf.get_metadata() | changes))
 
 

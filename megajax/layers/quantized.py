@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.mesh.layout import exact
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 from megajax.precision import fp8
 from megajax.precision.codebooks import DoubleScales, NormalFloat
 from megajax.precision.matmul import Letters
-from megajax.precision.quantization import Channels, FourBits, Groups, Integers, largest, rounded
+from megajax.precision.quantization import Channels, FourBits, GroupedCodes, Integers, largest, rounded
 from megajax.precision.stored_blocks import FORMATS, StoredBlocks, StoredTiles
 
 ARRAY, SCALE, FACTOR, AMAX = "", ".scale", ".input_factor", ".input_amax"
@@ -29,11 +29,11 @@ BESIDE = (SCALE, DIFFERENCE, MEAN, WHOLE, FACTOR, AMAX)
 E4M3 = "float8_e4m3fn"
 
 type Leaves = Mapping[str, Array]
-type Form = Channels | Groups | StoredBlocks | StoredTiles
+type Form = Channels | GroupedCodes | StoredBlocks | StoredTiles
 """How a matrix is stored. All have the same methods."""
 
 
-class Product(Protocol):
+class StoredProduct(Protocol):
     """How a `Matrix` that is not a float array is multiplied by. leaves: its arrays by name."""
 
     def whole(self, leaves: Leaves) -> Array:
@@ -130,7 +130,7 @@ class Quantized:
             # The remaining dimensions of x, then outputs: [B, S] -> [B, S, 1, 1] for "bsnh".
             scale = scale.reshape(*scale.shape, *[1] * (len(letters[2]) - scale.ndim))
         unit_scale = jnp.float32(1)
-        small, matrix = (fp8.Quantized(x, unit_scale, unit_scale) for x in (values, leaves[ARRAY]))
+        small, matrix = (fp8.QuantizedTensor(x, unit_scale, unit_scale) for x in (values, leaves[ARRAY]))
         dtype = jnp.dtype(jnp.float32) if x.dtype == jnp.float16 else x.dtype
         y = fp8.product(letters, small, matrix, dtype=dtype, precision=lax.Precision.DEFAULT)
         return (y * scale * _behind(y.ndim, leaves[SCALE])).astype(x.dtype)
@@ -168,5 +168,5 @@ def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:
     if weights == "fp8_blocks":
         return StoredTiles(**sides)
     if weights in FOUR_BITS:
-        return Groups(group, FOUR_BITS[weights], **sides)
+        return GroupedCodes(group, FOUR_BITS[weights], **sides)
     return Channels("int8" if weights == "int8" else E4M3, **sides)

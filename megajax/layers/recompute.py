@@ -6,8 +6,9 @@ Importing this imports neither jax nor flax.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
+from megajax.config.bounds import Bounds
 from megajax.config.errors import Problem
 
 type Part = Literal[
@@ -36,6 +37,7 @@ SELECTIVE: tuple[Part, ...] = ("norm", "latent", "activation")
 """Parts that can be recomputed without a large matmul."""
 
 type Recompute = Literal["none", "selective", "full"] | tuple[Part, ...]
+type Layers = Annotated[int, Bounds(at_least=1, hint="none for all layers")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +117,12 @@ class Recomputing:
             problems.append(
                 Problem("offload", "needs tensors by name, and recompute=none saves all without names", "use selective")
             )
-        if self.layers is not None and (self.layers < 1 or self.recompute == "none"):
+        if self.layers is not None and self.recompute == "none":
             message = f"cannot be {self.layers} with recompute={setting}"
-            problems.append(
-                Problem("layers", message, "at least 1, of recompute=selective, full or parts; none: all layers")
-            )
-        if self.layers_per_checkpoint < 1 or (self.layers_per_checkpoint > 1 and self.recompute != "full"):
+            problems.append(Problem("layers", message, "for recompute=selective, full or parts; none: all layers"))
+        if self.layers_per_checkpoint > 1 and self.recompute != "full":
             message = f"cannot be {self.layers_per_checkpoint} with recompute={setting}"
-            problems.append(Problem("layers_per_checkpoint", message, "at least 1; above 1 only with recompute=full"))
+            problems.append(Problem("layers_per_checkpoint", message, "above 1 only with recompute=full"))
         return problems
 
 

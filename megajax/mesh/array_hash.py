@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
@@ -62,3 +63,12 @@ def _finalized(x: Array) -> Array:
     x = (x ^ (x >> 16)) * jnp.uint32(FIRST)
     x = (x ^ (x >> 13)) * jnp.uint32(SECOND)
     return x ^ (x >> 16)
+
+
+def hash_of_arrays(hashes: np.ndarray, places: Sequence[int]) -> str:
+    """16 hexadecimal digits. hashes: uint32 [arrays, 2], each of a whole array, or the sums of those of its parts.
+
+    places: an odd number for each array, because swapping two arrays must change the result.
+    """
+    lanes = (hashes.astype(np.uint64) * np.array(places, np.uint64)[:, None]).sum(0) & np.uint64(0xFFFFFFFF)
+    return "".join(f"{int(lane):08x}" for lane in lanes)

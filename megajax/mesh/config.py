@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, Self
 
+from megajax.config.bounds import Count
 from megajax.config.errors import Problem, TooFewDevices
 from megajax.config.hints import divisors_of, either
 
@@ -31,64 +32,60 @@ def devices_over(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
     return prod(sizes[axis] for axis in axes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Size of each mesh axis, the sharding of weights and optimizer state over the data axis, and the pipeline.
 
     Example: `mj.ParallelConfig(pipeline=4, tensor=8, sequence=True, data_sharding="zero1")`
     """
 
-    pipeline: int = 1
+    pipeline: Count = 1
     """Pipeline stages; each has virtual_stages chunks of the layers."""
-    data: int | None = None
+    data: Count | None = None
     """Data-parallel replicas of the model; none: all devices that the other axes leave."""
-    expert: int = 1
+    expert: Count = 1
     """Devices that the experts of a mixture are sharded over; for all other layers they are like those of `data`."""
     expert_tensor: Literal["cut", "whole"] = "cut"
     """What `tensor` does with experts. cut: shards the matrices of each along its ffn; whole: shards the list of
     experts further, over expert x tensor devices, which needs sequence parallelism."""
-    context: int = 1
+    context: Count = 1
     """Devices that each row is cut over along the sequence, for long rows: see docs/attention.md."""
     context_strategy: ContextStrategy = "all_gather"
     """How attention reaches the keys and values of the other devices of `context`. all_gather: gathers them; ring:
     passes them on from device to device while it computes; all_to_all: exchanges heads for positions, so that each
     device has whole rows of some heads; ring+all_to_all: neighbours exchange heads, and their groups form a ring."""
-    context_heads: int = 2
+    context_heads: Count = 2
     """With ring+all_to_all, the neighbouring devices that exchange heads, such as those of a node."""
-    context_rounds: int = 1
+    context_rounds: Count = 1
     """Rounds in which causal rows are dealt out over `context`, two chunks a device and round. More rounds balance rows
     of packed documents better, with smaller chunks."""
-    tensor: int = 1
+    tensor: Count = 1
     """Devices that each matrix is sharded over; must divide heads, kv heads, ffn and the padded vocabulary."""
     sequence: bool = False
     """Sequence parallelism: between matmuls, activations are sharded over `tensor` along the sequence."""
     data_sharding: Literal["replicate", "zero1", "fsdp"] = "zero1"
     """Sharding over the data axis. replicate: none; zero1: master weights and optimizer state; fsdp: weights during the
     step as well."""
-    shards: int | None = None
+    shards: Count | None = None
     """Devices of `data` in a group, for hybrid sharding (HSDP): each group has a copy of what data_sharding shards, and
     a step sums gradients over the groups once. none: one group of all."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """Pipeline schedule. gpipe: all forwards, then all backwards; 1f1b: each backward as early as possible;
     interleaved: 1f1b over several virtual stages."""
-    virtual_stages: int = 1
+    virtual_stages: Count = 1
     """Chunks of layers per stage: divides the pipeline bubble and multiplies the communication by this number."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Count, ...] | None = None
     """Repeats of the stack's pattern, or layers of a segmented stack, of each of the pipeline * virtual_stages chunks,
     first to last; none: as even as possible, with one more in the first chunks."""
     elastic: bool = False
     """Fit the layout to the devices that are present, with the same rows per step: see docs/launch.md. Then `data` may
     be any size, and other axes change where they have to."""
-    loss_wait: int = 1
+    loss_wait: Literal[0, 1] = 1
     """1: the output is sent to the loss, and its gradient back, while other microbatches compute, which takes memory
     for one more activation; 0: all stages wait for both. For 1f1b and interleaved."""
 
     def problems(self) -> list[Problem]:
         problems = []
-        for name in (*SIZED_AXES, "shards"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                problems.append(Problem(name, f"must be at least 1, got {size}"))
         if self.shards is not None and self.data_sharding == "replicate":
             message = f"groups of {self.shards} devices shard nothing with parallel.data_sharding=replicate"
             problems.append(Problem("shards", message, "set data_sharding=zero1 or fsdp, or shards=none"))
@@ -115,31 +112,22 @@ class ParallelConfig:
 
     def _group_problems(self, data: int) -> list[Problem]:
         """Problems of groups of `shards` among this many devices of `data`."""
-        if not self.shards or data % self.shards == 0:
+        if self.shards is None or data % self.shards == 0:
             return []
         sizes = either([str(size) for size in divisors_of(data)[:-1]])
         message = f"groups of {self.shards} devices do not divide parallel.data={data}"
         return [Problem("shards", message, f"use {sizes}, or none for one group" if data > 1 else "use none")]
 
     def _context_problems(self) -> list[Problem]:
-        problems = []
-        if self.context_rounds < 1:
-            problems.append(Problem("context_rounds", f"must be at least 1, got {self.context_rounds}"))
-        if self.context_heads < 1:
-            return [*problems, Problem("context_heads", f"must be at least 1, got {self.context_heads}")]
-        if self.context > 1 and self.context % self.exchanging():
-            message = f"groups of {self.context_heads} devices that exchange heads do not divide parallel.context="
-            sizes = [str(size) for size in divisors_of(self.context)[1:-1]]
-            hint = f"use {either(sizes)}" if sizes else "use context_strategy=ring or all_to_all"
-            problems.append(Problem("context_heads", f"{message}{self.context}", hint))
-        return problems
+        if self.context % self.exchanging() == 0:
+            return []
+        message = f"groups of {self.context_heads} devices that exchange heads do not divide parallel.context="
+        sizes = [str(size) for size in divisors_of(self.context)[1:-1]]
+        hint = f"use {either(sizes)}" if sizes else "use context_strategy=ring or all_to_all"
+        return [Problem("context_heads", f"{message}{self.context}", hint)]
 
     def _pipeline_problems(self) -> list[Problem]:
         virtual, problems = self.virtual_stages, []
-        if virtual < 1:
-            return [Problem("virtual_stages", f"must be at least 1, got {virtual}")]
-        if self.loss_wait not in (0, 1):
-            problems.append(Problem("loss_wait", f"must be 0 or 1, got {self.loss_wait}"))
         if virtual > 1 and self.pipeline == 1:
             message = f"{virtual} virtual stages need a pipeline, parallel.pipeline is 1"
             hint = "set parallel.pipeline=2 or more, or parallel.virtual_stages=1"
@@ -151,7 +139,7 @@ class ParallelConfig:
                 message += ", and a pipeline, parallel.pipeline is 1"
                 hint = f"parallel.pipeline=2 or more and {hint}"
             problems.append(Problem("schedule", message, f"set {hint}"))
-        if self.layers is not None and (len(self.layers) != self.chunks() or min(self.layers) < 1):
+        if self.layers is not None and len(self.layers) != self.chunks():
             message = (
                 f"{','.join(map(str, self.layers)) or '()'} must be {self.chunks()} numbers above 0, one for each "
                 f"of parallel.pipeline={self.pipeline} stages x parallel.virtual_stages={virtual}"
@@ -204,3 +192,53 @@ class ParallelConfig:
                 Problem(setting, message, f"parallel.data={replicas} uses {replicas * self.without_data()} of them")
             ]
         return self._group_problems(self.data_size(devices))
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSharding:
+    """The part of each row on a device, and how attention reaches the other parts. Hashable.
+
+    `megajax.mesh.zigzag_order.SequenceSharding` arranges arrays accordingly.
+    """
+
+    devices: int = 1
+    """Devices that hold different positions of a row, C."""
+    rounds: int = 0
+    """Zigzag rounds: a device holds two chunks per round. 0: one chunk per device, in order."""
+    strategy: ContextStrategy = "all_gather"
+    """How attention reaches the keys of other devices."""
+    exchanging: int = 1
+    """Neighbouring devices that first exchange heads for positions."""
+
+    @classmethod
+    def of(cls, cfg: ParallelConfig, *, causal: bool) -> Self:
+        """The sharding of a layout. causal: whether no position of the model sees a later one."""
+        rounds = cfg.context_rounds if causal and cfg.context > 1 else 0
+        return cls(cfg.context, rounds, cfg.context_strategy, cfg.exchanging())
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of each row on a device."""
+        return max(1, 2 * self.rounds)
+
+    @property
+    def unit(self) -> int:
+        """The length of a row must be a multiple of this."""
+        return self.devices * self.chunks
+
+    def between(self) -> Literal["all_gather", "ring"] | None:
+        """How queries reach keys of devices with the same heads; None if a device has all positions of its heads."""
+        if self.exchanging == self.devices:
+            return None
+        return "ring" if "ring" in self.strategy else "all_gather"
+
+    def label(self) -> str:
+        """Description for the banner; "" for unsharded rows."""
+        if self.devices == 1:
+            return ""
+        groups = f" in groups of {self.exchanging}" if 1 < self.exchanging < self.devices else ""
+        return f"over context {self.devices} by {self.strategy}{groups}"
+
+
+UNSHARDED = ContextSharding()
+"""Each device has whole rows."""

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
+from megajax.mesh.collectives import LetterSharding, Moves, gather_shards, moved_axes, reduce_shards
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.mesh import devices_along, free_axes, manual_axes
-from megajax.mesh.rules import LogicalAxes, Plan, demand_known
-from megajax.mesh.sharded_product import LetterSharding
+from megajax.mesh.sharding_rules import LogicalAxes, Plan, demand_known
 from megajax.mesh.zigzag_order import AXIS, UNSHARDED_ROWS, SequenceSharding
 
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree] | None
@@ -31,7 +30,7 @@ Hashable. The auxiliary arrays of the weight are passed as keyword arguments, by
 """
 
 
-class Weight(Protocol):
+class MultipliedWeight(Protocol):
     """A weight that `Layout.dot` multiplies by."""
 
     def product(self, multiply: Matmul, equation: str, x: Array, *out: str | None) -> Array:
@@ -44,7 +43,7 @@ class Weight(Protocol):
         ...
 
 
-def exact(equation: str, x: Array, w: Array, **carried: Any) -> Array:
+def exact(equation: str, x: Array, w: Array, **carried: object) -> Array:
     """einsum in x's dtype; ignores auxiliary arrays. The gradient of w is computed in w's dtype."""
     del carried
     return _product(in_order(equation), x, w)
@@ -160,7 +159,7 @@ class Layout:
             return self.act(w, *axes)
         return self._gathered(w, moves, self.plan.axes_in_step(axes))
 
-    def dot(self, equation: str, x: Array, w: Weight | Array, *out: str | None) -> Array:
+    def dot(self, equation: str, x: Array, w: MultipliedWeight | Array, *out: str | None) -> Array:
         """einsum of x and a weight with the recipe of this layout, by default in x's dtype; `out`: axes of the result.
 
         w: a layers.param.Matrix, or a plain array, which has no auxiliary arrays.
@@ -186,7 +185,7 @@ class Layout:
         if not free:
             return f
 
-        def is_axes(t: Any) -> bool:
+        def is_axes(t: object) -> bool:
             return isinstance(t, tuple) and all(isinstance(name, str | None) for name in t)
 
         specs = [
@@ -215,7 +214,7 @@ class Layout:
         """y [B, S, D] in the residual stream + bias [D] or [copies, D]."""
         return self.per_token(lambda y, bias: y + bias[None, None], y, bias)
 
-    def zeros(self, shape: Sequence[int], dtype: Any, *axes: str | None) -> Array:
+    def zeros(self, shape: Sequence[int], dtype: jax.typing.DTypeLike, *axes: str | None) -> Array:
         """Zeros with this layout."""
         return self.act(jnp.zeros(shape, dtype), *axes)
 

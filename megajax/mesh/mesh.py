@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.optional_packages import install
 from megajax.mesh.config import MESH_AXES, ParallelConfig, devices_over
-from megajax.mesh.processes.installation import find_installation
+from megajax.processes.installation import find_installation
 
 
 def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -22,7 +23,7 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
     It may use a part of the devices, at least one per process. Raises ConfigError if the sizes don't fit the devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    problems = cfg.problems() or cfg.device_problems(len(devices))
+    problems = problems_of(cfg) or cfg.device_problems(len(devices))
     if problems:
         raise ConfigError([replace(problem, setting=f"parallel.{problem.setting}".rstrip(".")) for problem in problems])
     sizes = tuple(cfg.sizes(len(devices)).values())

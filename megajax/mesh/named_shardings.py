@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import jax
+import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.mesh.config import devices_over
@@ -55,3 +58,9 @@ def one_for_each_device(mesh: Mesh) -> PartitionSpec:
 def one_for_each_group(axes: Sequence[str]) -> PartitionSpec:
     """The spec of an array with one row per index along these mesh axes."""
     return PartitionSpec(tuple(axes))
+
+
+def each_process(mesh: Mesh, value: np.ndarray) -> Array:
+    """[devices of the mesh, ...]: each device has the value of its process; all have the same shape and dtype."""
+    sharding = NamedSharding(mesh, one_for_each_device(mesh))
+    return jax.make_array_from_callback((mesh.size, *value.shape), sharding, lambda _: value[None])

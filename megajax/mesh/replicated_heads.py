@@ -12,7 +12,7 @@ from jax import Array, lax
 from megajax.mesh.collectives import reduce_shards
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 
 COPIED = "kv_heads_copied"
 

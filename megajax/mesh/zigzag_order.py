@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.mesh.context_parallelism import ContextSharding
+from megajax.mesh.config import ContextSharding
 
 AXIS = "context"
 

@@ -2,34 +2,30 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from megajax.config.bounds import Bounds, Count, NotEmpty
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.mesh.processes.world import split_address
+from megajax.processes.world import split_address
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WandbConfig:
     """A Weights & Biases run beside the run folder; needs the extra `wandb`.
 
     Example: `mj.LoggingConfig(wandb=mj.WandbConfig(project="pretraining"))`
     """
 
-    project: str = "megajax"
+    project: Annotated[str, NotEmpty("set it to the name of a project")] = "megajax"
     """Project the run is filed under."""
     name: str | None = None
     """Display name of the run. None: the name of the run folder."""
     mode: Literal["online", "offline", "disabled"] = "offline"
     """online: upload during the run. offline: write RUN_DIR/wandb for a later `wandb sync`; needs no network."""
 
-    def problems(self) -> list[Problem]:
-        if not self.project:
-            return [Problem("project", "is empty", "set it to the name of a project")]
-        return []
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
     """Training metrics for Prometheus and OpenTelemetry, from process 0; needs the extra `telemetry`.
 
@@ -41,7 +37,7 @@ class TelemetryConfig:
     otlp: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP), for example http://collector:4318. It gets metrics, and
     events as spans. Headers with credentials come from OTEL_EXPORTER_OTLP_HEADERS. None: nothing is sent."""
-    every_seconds: float = 15.0
+    every_seconds: Annotated[float, Bounds(at_least=1)] = 15.0
     """Seconds between two messages with metrics to the collector."""
 
     def problems(self) -> list[Problem]:
@@ -55,12 +51,10 @@ class TelemetryConfig:
         if self.otlp is not None and not re.fullmatch(r"https?://[^\s/@]+(/[^\s@]*)?", self.otlp):
             hint = "for example http://collector:4318; credentials belong into OTEL_EXPORTER_OTLP_HEADERS"
             problems.append(Problem("otlp", "expected the URL of a collector, without credentials", hint))
-        if not self.every_seconds >= 1:
-            problems.append(Problem("every_seconds", f"must be at least 1, got {self.every_seconds:g}"))
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Builds):
     """Logs and terminal output of a run; `build(folder, ...)` opens the writers (see metrics/writers.py).
 
@@ -69,9 +63,9 @@ class LoggingConfig(Builds):
 
     target: ClassVar[str] = "megajax.metrics.writers:open_writers"
 
-    every: int = 10
+    every: Count = 10
     """Steps between lines at the terminal. metrics.jsonl always gets a line for every step."""
-    layers_every: int = 100
+    layers_every: Count = 100
     """Steps between lines of layers.jsonl, which has lists per layer, for example the tokens of each expert."""
     tensorboard: bool = False
     """Also write TensorBoard event files to RUN_DIR/tensorboard; needs the extra `log`."""
@@ -95,15 +89,13 @@ class LoggingConfig(Builds):
     prompt: str | None = None
     """The text that a decoder continues. None: the start of a validation row."""
 
-    def problems(self) -> list[Problem]:
-        return [
-            Problem(name, f"must be at least 1, got {value}", "set it to 1 or more")
-            for name, value in {"every": self.every, "layers_every": self.layers_every}.items()
-            if value < 1
-        ]
+    def needed_packages(self) -> dict[str, str]:
+        """See Builds."""
+        packages = {"tensorboard": "tensorboardX", "wandb": "wandb", "telemetry": "opentelemetry"}
+        return {name: package for name, package in packages.items() if getattr(self, name)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """A profiler trace of a few steps in RUN_DIR/profile, for xprof or Perfetto, with a summary.
 
@@ -113,9 +105,9 @@ class ProfileConfig:
     steps: str | None = None
     """FIRST:LAST, inclusive: 10:13 traces four steps. Avoid the first step of an attempt, which includes
     compilation. None: no trace."""
-    processes: tuple[int, ...] = (0,)
+    processes: tuple[Annotated[int, Bounds(at_least=0, hint="processes count from 0")], ...] = (0,)
     """The processes that trace their devices."""
-    top: int = 15
+    top: Count = 15
     """Kernels in the summary, longest first."""
 
     def window(self) -> tuple[int, int] | None:
@@ -134,7 +126,4 @@ class ProfileConfig:
             problems.append(
                 Problem("steps", f"{self.steps} contains no step", "steps count from 1, and FIRST is at most LAST")
             )
-        problems += [Problem("processes", f"count from 0, got {n}") for n in self.processes if n < 0]
-        if self.top < 1:
-            problems.append(Problem("top", f"must be at least 1, got {self.top}"))
         return problems

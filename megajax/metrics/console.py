@@ -51,7 +51,7 @@ class Console(Writer):
 
     def stop_requested(self, message: str) -> None:
         """Print that a stop was requested; may be called from any thread."""
-        print(f"megajax: {message}", file=sys.stderr, flush=True)
+        text.say(message)
 
     def steps_over(self) -> None:
         """Training has ended: remove the progress bar and the time left."""

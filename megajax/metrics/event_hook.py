@@ -10,14 +10,17 @@ import fcntl
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
 import megajax
+from megajax.storage.disk import open_regular
 
 COMMAND_SECONDS = 60
 """Limit of one run of the command."""
@@ -28,6 +31,10 @@ POSITION = ".on_event"
 """File of the run folder with the position in events.jsonl up to which the command has run, for the next attempt."""
 LOG = "on_event.log"
 """File of the run folder with the output of the command."""
+WAIT_SECONDS = 0.2
+"""Time between looks at the log while the command runs."""
+LOG_BYTES = 2**20
+"""When the log of the command is larger, only its last half is kept."""
 
 
 @contextlib.contextmanager
@@ -80,7 +87,10 @@ def handle_new_lines(run_dir: Path, command: str, begin: int) -> None:
         # The hook of an earlier attempt may be reading too. Some file systems have no locks.
         with contextlib.suppress(OSError):
             fcntl.flock(position, fcntl.LOCK_EX)
-        with events_file.open("rb") as events, (run_dir / LOG).open("ab") as log:
+        with (
+            open(open_regular(events_file), "rb") as events,
+            open(open_regular(run_dir / LOG, append=True), "r+b", 0) as log,
+        ):
             at = int(position.read() or begin)
             events.seek(at)
             for line in events:
@@ -98,22 +108,38 @@ def _run(command: str, line: bytes, run_dir: Path, log: IO[bytes]) -> None:
         name = str(json.loads(line)["event"])
     except (ValueError, KeyError, TypeError):
         return  # an incomplete line, whose writer was killed
-    environment = {**os.environ, "MEGAJAX_EVENT": name, "MEGAJAX_RUN": str(run_dir)}
-    try:
-        subprocess.run(
+    with tempfile.TemporaryFile() as event_input:
+        event_input.write(line)
+        event_input.seek(0)
+        process = subprocess.Popen(
             command,
             shell=True,
-            input=line,
-            env=environment,
+            stdin=event_input,
             stdout=log,
             stderr=log,
-            timeout=COMMAND_SECONDS,
-            check=True,
+            env={**os.environ, "MEGAJAX_EVENT": name, "MEGAJAX_RUN": str(run_dir)},
+            start_new_session=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        # A command that reads no input is no failure: input= ignores a closed pipe.
-        log.write(f"megajax: event {name}: {error}\n".encode())
-        log.flush()
+    end, code, failure = time.monotonic() + COMMAND_SECONDS, None, None
+    while code is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(WAIT_SECONDS)
+        shorten(log)
+        if code is None and time.monotonic() > end:
+            failure = subprocess.TimeoutExpired(command, COMMAND_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if code:
+        log.write(f"megajax: event {name}: {failure or subprocess.CalledProcessError(code, command)}\n".encode())
+    shorten(log)
+
+
+def shorten(log: IO[bytes]) -> None:
+    """Keep the last half of a log that is too large."""
+    if (size := os.fstat(log.fileno()).st_size) > LOG_BYTES:
+        rest = os.pread(log.fileno(), LOG_BYTES // 2, size - LOG_BYTES // 2)
+        log.truncate(0)
+        log.write(rest)
 
 
 if __name__ == "__main__":

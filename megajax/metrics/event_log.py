@@ -1,4 +1,4 @@
-"""Events before events.jsonl is open, and events of processes other than 0."""
+"""Events of an attempt before events.jsonl is open, and events of processes other than 0."""
 
 import os
 import time
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.metrics.line_file import line_break
-from megajax.metrics.record import to_json
+from megajax.metrics.record import EVENTS, read_lines, to_json
+from megajax.storage.disk import open_regular
 
 
 class Clock:
@@ -53,19 +54,30 @@ def process_start() -> float:
 
 
 class EventLog:
-    """Accepts events at any time; events before `open` are buffered with their time."""
+    """Accepts events at any time; events before `open` are buffered with their time.
 
-    def __init__(self, clock: Clock | None = None):
+    Attributes:
+        attempt: number of the attempt, from 1, which every line of its events and metrics has.
+    """
+
+    def __init__(self, path: Path | None = None, clock: Clock | None = None):
+        """path: events.jsonl, for `append`."""
+        self.path, self.attempt = path, 1
         self._clock = clock or Clock()
         self._write: Callable[..., None] | None = None
         self._early: list[tuple[str, dict[str, Any]]] = []
 
-    def event(self, name: str, /, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: object) -> None:
         """Log an event. Pass `time` if it happened earlier."""
         if self._write is None:
             self._early.append((name, {**self._clock.now(), **fields}))
         else:
             self._write(name, **fields)
+
+    def append(self, name: str, /, **fields: object) -> None:
+        """Append an event to the file directly: see `append_event`."""
+        if self.path is not None:
+            append_event(self.path, name, **{"attempt": self.attempt, **fields})
 
     def open(self, write: Callable[..., None]) -> None:
         """Write the buffered events, and later events immediately."""
@@ -80,14 +92,26 @@ class EventLog:
         return self._write is not None
 
 
-def append_event(path: Path, name: str, /, **fields: Any) -> None:
+def next_attempt(path: Path) -> int:
+    """Number of an attempt that begins now, from 1: one more than the last one in events.jsonl.
+
+    The launcher's event `restart` already has the number of the attempt that it starts.
+    """
+    last = 0
+    for line in read_lines(path, EVENTS, faults=[]):
+        attempt = line.get("attempt", 1)
+        last = max(last, attempt - (line["event"] == "restart")) if isinstance(attempt, int) else last
+    return last + 1
+
+
+def append_event(path: Path, name: str, /, **fields: object) -> None:
     """Append a line to events.jsonl from any process, for failures that process 0 may not know of.
 
     A line is a single write in append mode, so that lines of several processes do not mix on a local file system.
     Raises OSError if it can't be written.
     """
     line = to_json({**Clock().now(), "event": name, **fields})
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = open_regular(path, append=True)
     try:
         os.write(descriptor, (line_break(descriptor) + line).encode())
     finally:

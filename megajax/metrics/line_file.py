@@ -3,13 +3,14 @@
 import contextlib
 import errno
 import os
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from megajax.config.errors import UserError
+from megajax.display.text import say
+from megajax.storage.disk import open_regular
 from megajax.storage.write_errors import write_fault
 
 MOST_WAITING = 1_000_000
@@ -26,6 +27,20 @@ class FileDeleted(LinesLost):
     """The file was deleted, moved or replaced while it was open: nobody will find its lines."""
 
 
+@contextlib.contextmanager
+def report_lost_lines(code: Callable[[], int]) -> Generator[None]:
+    """Around a job: lines lost on a full disk are an error if the job ends with code 0, and else a message.
+
+    code: the exit code of the job, by which a launcher decides about a restart.
+    """
+    try:
+        yield
+    except LinesLost as lost:
+        if code() == 0:
+            raise
+        say(str(lost))
+
+
 class LineFile:
     """Appends whole lines to a file, from any thread.
 
@@ -33,9 +48,9 @@ class LineFile:
     whole line is repeated after a newline, and readers skip the partial one.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] | None = None):
-        self._path, self._say = path, say or _to_stderr
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(self, path: Path, say: Callable[[str], None] = say):
+        self._path, self._say = path, say
+        self._descriptor = open_regular(path, append=True)
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._lock = threading.Lock()
         self._torn = bool(line_break(self._descriptor))
@@ -110,7 +125,3 @@ def line_break(descriptor: int) -> str:
     """A newline if the last line of the file is incomplete: its writer was killed, or the disk was full."""
     size = os.fstat(descriptor).st_size
     return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
-
-
-def _to_stderr(message: str) -> None:
-    print(f"megajax: {message}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from megajax.display.charts import LineChart, Series, save_png
 from megajax.display.heat_map import HeatMap
-from megajax.metrics.record import parse, read_metrics
+from megajax.metrics.record import METRICS, read_lines, read_metrics
 
 
 def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | None = None) -> str:
@@ -153,12 +153,8 @@ class LayerColumns:
 
 def _last_lists(path: Path) -> tuple[int, dict[str, tuple[tuple[str, ...], np.ndarray]]]:
     last: dict[str, Any] | None = None
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                last = parse(text) or last
-    except OSError:
-        return 0, {}
+    for line in read_lines(path, METRICS, faults=[]):
+        last = line
     if last is None:
         return 0, {}
     return last["step"], dict(_lists(last, last.get("layers", [])))

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from megajax.config.errors import UserError
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.record import to_json
-from megajax.metrics.runfolder import write_atomically
+from megajax.metrics.run_folder import write_atomically
 from megajax.metrics.trace_summary import TraceSummary, find_trace, read_trace, summarize
 
 
@@ -37,7 +36,7 @@ class Profile:
         """Start the trace after `step`."""
         if not self._is_traced:
             return
-        options: Any = jax.profiler.ProfileOptions()
+        options = jax.profiler.ProfileOptions()
         # Python's calls would fill the trace.
         options.python_tracer_level = 0
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -82,5 +81,5 @@ class StepHook:
     def due(self, step: int) -> bool:
         return step == self._step
 
-    def __call__(self, run: Any, step: int) -> None:
+    def __call__(self, run: object, step: int) -> None:
         self._act(step)

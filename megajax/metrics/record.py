@@ -2,15 +2,16 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megajax.mesh.layer_metrics import Measured, layer_values
 from megajax.metrics.throughput import Rates
+from megajax.storage.disk import open_regular
 
 type Record = StepRecord | EvaluationRecord
 
@@ -136,7 +137,7 @@ def to_json(line: Mapping[str, Any]) -> str:
     return json.dumps(_finite(line), allow_nan=False, default=_plain) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     match value:
         case float() if not math.isfinite(value):
             return None
@@ -147,7 +148,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} {value!r} is not a plain number, text, list or mapping")
@@ -175,17 +176,81 @@ def _number(text: str) -> float:
     return number
 
 
-def parse(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl as a dict, or None for an incomplete or damaged one."""
+LATEST = 253_402_300_800.0
+"""Seconds from 1970 to the year 10000: later times are invalid."""
+MOST_STEPS = 2**53
+"""A larger number of steps is invalid."""
+LONGEST_LINE = 2**24
+"""Maximum characters of a line."""
+
+
+class LineFormat(NamedTuple):
+    """What a line of a file has."""
+
+    begins: str
+    """Its first characters."""
+    valid: Callable[[dict[str, Any]], bool]
+
+    def parse(self, text: str) -> dict[str, Any] | None:
+        """The line, or None for an incomplete or damaged one."""
+        try:
+            value = read_line(text)
+            return value if isinstance(value, dict) and self.valid(value) else None
+        except ValueError:
+            return None
+
+    def complete(self, text: str) -> str:
+        """The line; if a writer was killed within it and another continued behind it, the line of the other."""
+        text = text.strip()
+        start = text.rfind(self.begins)
+        return text[start:] if start > 0 and not text.startswith("[") else text
+
+
+def is_step(value: object) -> bool:
+    """Whether a value of a file counts steps."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
+
+
+def is_time(value: object) -> bool:
+    """Whether a value of a file is a time in seconds since 1970."""
+    return isinstance(value, int | float) and 0 <= value < LATEST
+
+
+METRICS = LineFormat('{"step":', lambda line: is_step(line.get("step")))
+"""Lines of metrics.jsonl, metrics.superseded.jsonl and layers.jsonl."""
+EVENTS = LineFormat('{"time":', lambda line: "event" in line and is_time(line.get("time")))
+"""Lines of events.jsonl."""
+
+
+def read_texts(path: Path, faults: list[str] | None = None) -> Iterator[str]:
+    """Lines of a file of a run folder. faults: gets a sentence if the file can't be read; None: raises OSError."""
     try:
-        value = read_line(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+        with open(open_regular(path), encoding="utf-8", errors="replace") as file:
+            while line := file.readline(LONGEST_LINE):  # a longer one comes in pieces, which are no JSON
+                yield line
+    except OSError as error:
+        if faults is None:
+            raise
+        missing = isinstance(error, FileNotFoundError)
+        faults.append(
+            f"{path.name} is missing" if missing else f"{path.name} cannot be read: {error.strerror or error}"
+        )
+
+
+def read_lines(path: Path, form: LineFormat, faults: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of a file of a run, in file order. Incomplete ones are skipped, and counted in `faults`."""
+    incomplete = 0
+    for text in read_texts(path, faults):
+        complete = form.complete(text)
+        line = form.parse(complete)
+        incomplete += bool(complete) and (line is None or complete != text.strip())
+        if line is not None:
+            yield line
+    if incomplete and faults is not None:
+        faults.append(f"{path.name}: {incomplete} incomplete line{'s' * (incomplete > 1)} skipped")
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The training lines and the evaluation lines of a metrics.jsonl, in file order, without incomplete lines."""
-    with path.open(encoding="utf-8") as file:
-        lines = [line for line in map(parse, file) if line is not None]
+    """The training lines and the evaluation lines of a metrics.jsonl, in order. Raises OSError if there is none."""
+    lines = list(read_lines(path, METRICS))
     return [line for line in lines if "split" not in line], [line for line in lines if "split" in line]

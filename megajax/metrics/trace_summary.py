@@ -37,7 +37,7 @@ LISTED_GAPS = 10
 type Interval = tuple[float, float]
 
 
-class Event(NamedTuple):
+class KernelRun(NamedTuple):
     """A run of a kernel."""
 
     name: str
@@ -49,14 +49,14 @@ class Event(NamedTuple):
 class Trace(NamedTuple):
     """The contents of a trace."""
 
-    devices: list[list[Event]]
+    devices: list[list[KernelRun]]
     """Events of each device; empty for a trace without kernels."""
     steps: int | None
     """Number of steps marked with `jax.profiler.StepTraceAnnotation`; None without marks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
+class KernelCalls:
     """All calls of a kernel (on a CPU: of an operation), per device and step."""
 
     name: str
@@ -91,9 +91,9 @@ class TraceSummary:
     """Time in which a collective ran."""
     exposed: float
     """Time in which only collectives ran."""
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelCalls, ...]
     """The longest, longest first."""
-    collectives: tuple[Kernel, ...] = ()
+    collectives: tuple[KernelCalls, ...] = ()
     """Collectives with exposed time, most exposed first."""
     gaps: tuple[Gap, ...] = ()
     """The longest gaps, longest first; not averaged."""
@@ -168,8 +168,8 @@ def parse_profile(data: Any) -> Trace:
 
     Skips records of a host without an operation, which are work of the runtime, and wrappers.
     """
-    gpus: list[list[Event]] = []
-    hosts: dict[str, list[Event]] = defaultdict(list)
+    gpus: list[list[KernelRun]] = []
+    hosts: dict[str, list[KernelRun]] = defaultdict(list)
     steps: set[str] = set()
     for plane in data.planes:
         if DEVICE.match(plane.name):
@@ -193,13 +193,13 @@ def _stats(event: Any) -> dict[str, str]:
     return {name: str(value) for name, value in event.stats if name in names}
 
 
-def _event(event: Any, name: str, stats: dict[str, str]) -> Event:
+def _event(event: Any, name: str, stats: dict[str, str]) -> KernelRun:
     begin = float(event.start_ns)
     communicates = COMMUNICATION.search(event.name) or COMMUNICATION.match(stats.get("hlo_op", ""))
-    return Event(name, begin, begin + float(event.duration_ns), bool(communicates))
+    return KernelRun(name, begin, begin + float(event.duration_ns), bool(communicates))
 
 
-def summarize(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceSummary:
+def summarize(devices: Sequence[list[KernelRun]], *, steps: int, top: int) -> TraceSummary:
     """Summarise the events of each device; each has at least one. top: number of kernels in the summary."""
     per = 1e-6 / (steps * len(devices))
     busy = span = communication = exposed = 0.0
@@ -228,7 +228,7 @@ def summarize(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceS
     )
 
 
-def _kernels(devices: Sequence[list[Event]], steps: int) -> list[Kernel]:
+def _kernels(devices: Sequence[list[KernelRun]], steps: int) -> list[KernelCalls]:
     """Kernels of all devices, longest total time first."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for events in devices:
@@ -245,7 +245,7 @@ def _kernels(devices: Sequence[list[Event]], steps: int) -> list[Kernel]:
     everything = sum(time for _, time, _ in totals.values()) or 1.0
     number = steps * len(devices)
     return [
-        Kernel(
+        KernelCalls(
             name=name,
             calls=round(calls / number),
             milliseconds=time * 1e-6 / number,

@@ -1,10 +1,10 @@
 """What a writer of records and events is."""
 
-import sys
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Self
 
 from megajax.config.errors import UserError
+from megajax.display.text import say
 from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.record import Record
 
@@ -15,7 +15,7 @@ class Writer:
     def log(self, record: Record) -> None:
         """Write a training step or an evaluation."""
 
-    def event(self, name: str, /, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: object) -> None:
         """Write an event, for example "start", "compiled" or "stopped". Pass `time` if it happened earlier."""
 
     def close(self) -> None:
@@ -32,7 +32,7 @@ class Writer:
                 raise
             # Keep the error that ended the run: on a full disk, it is probably the cause of this one too.
             if not isinstance(error, FileDeleted):
-                print(f"megajax: {failed}", file=sys.stderr, flush=True)
+                say(str(failed))
 
 
 class Writers(Writer):
@@ -45,7 +45,7 @@ class Writers(Writer):
         for writer in self._writers:
             writer.log(record)
 
-    def event(self, name: str, /, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: object) -> None:
         for writer in self._writers:
             writer.event(name, **fields)
 

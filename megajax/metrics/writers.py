@@ -14,20 +14,23 @@ from megajax.config.optional_packages import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.event_log import Clock
 from megajax.metrics.line_file import LineFile
-from megajax.metrics.record import EvaluationRecord, Record, StepRecord, parse, to_json
-from megajax.metrics.runfolder import RunFolder, write_atomically
-from megajax.metrics.telemetry import TelemetryWriter
+from megajax.metrics.prometheus_and_opentelemetry import TelemetryWriter
+from megajax.metrics.record import METRICS, EvaluationRecord, Record, StepRecord, to_json
+from megajax.metrics.run_folder import RunFolder, write_atomically
 from megajax.metrics.writer import Writer, Writers
+from megajax.storage.disk import open_regular
 
 
 class JsonlWriter(Writer):
     """metrics.jsonl: a line for every step and every evaluation, written immediately.
 
     A run that resumes after `start_step` steps repeats the later ones. Their old lines are moved to
-    metrics.superseded.jsonl, so that metrics.jsonl has every step once.
+    metrics.superseded.jsonl, so that metrics.jsonl has every step once. Every line ends with the number of its attempt
+    and the time.
     """
 
-    def __init__(self, path: Path, *, start_step: int = 0):
+    def __init__(self, path: Path, *, start_step: int = 0, attempt: int = 1, clock: Clock | None = None):
+        self._attempt, self._clock = attempt, clock or Clock()
         self.superseded = 0
         """Number of lines moved when the file was opened."""
         self._evaluated: set[str] = set()
@@ -40,13 +43,15 @@ class JsonlWriter(Writer):
         """Atomically remove incomplete lines and those after the starting step."""
         earlier_lines, later_lines = [], []
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            values = parse(line)
+            values = METRICS.parse(line)
             if values is not None:
                 (later_lines if values["step"] > self._start_step else earlier_lines).append(line + "\n")
                 if values["step"] == self._start_step and "split" in values:
                     self._evaluated.add(values["split"])
         if later_lines:
-            with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as aside:
+            with open(
+                open_regular(path.with_name(f"{path.stem}.superseded.jsonl"), append=True), "a", encoding="utf-8"
+            ) as aside:
                 aside.writelines(later_lines)
                 aside.flush()
                 os.fsync(aside.fileno())
@@ -59,7 +64,7 @@ class JsonlWriter(Writer):
             if record.split in self._evaluated:
                 return
             self._evaluated.add(record.split)
-        self.write(record.line())
+        self.write({**record.line(), "attempt": self._attempt, **self._clock.now()})
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write a line; on a full disk it waits until there is space. Raises FileDeleted."""
@@ -93,14 +98,14 @@ class LayersWriter(Writer):
 class EventsWriter(Writer):
     """events.jsonl: the events of all attempts of a run. See Clock for `time` and `clock`."""
 
-    def __init__(self, path: Path, *, clock: Clock | None = None):
-        self._file = LineFile(path)
+    def __init__(self, path: Path, *, attempt: int = 1, clock: Clock | None = None):
+        self._file, self._attempt = LineFile(path), attempt
         self._clock = clock or Clock()
 
-    def event(self, name: str, /, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: object) -> None:
         if "event" in fields:
             raise ValueError(f"event {name!r} has a field 'event', which holds the event's name; rename the field")
-        self._file.write(to_json({**self._clock.now(), "event": name, **fields}))
+        self._file.write(to_json({**self._clock.now(), "event": name, "attempt": self._attempt, **fields}))
 
     def close(self) -> None:
         self._file.close()
@@ -180,12 +185,14 @@ def open_writers(
     folder: RunFolder,
     *,
     start_step: int = 0,
+    attempt: int = 1,
     primary: bool = True,
     run_config: Mapping[str, Any] | None = None,
 ) -> Writers:
     """The writers that `config` enables, in `folder`; none unless `primary`.
 
-    start_step: step of the restored checkpoint, 0 for a new run. run_config: shown in dashboards.
+    start_step: step of the restored checkpoint, 0 for a new run. attempt: number of the attempt. run_config: shown in
+    dashboards.
     Raises UserError if a package of an extra is missing, before any file is written.
     """
     if not primary:
@@ -197,8 +204,8 @@ def open_writers(
         dashboards.append(WandbWriter(config.wandb, folder.path, run_config=run_config))
     if config.telemetry is not None:
         dashboards.append(TelemetryWriter(config.telemetry, folder.path.resolve().name))
-    events = EventsWriter(folder.events)
-    metrics = JsonlWriter(folder.metrics, start_step=start_step)
+    events = EventsWriter(folder.events, attempt=attempt)
+    metrics = JsonlWriter(folder.metrics, start_step=start_step, attempt=attempt)
     if metrics.superseded:
         events.event("metrics_superseded", start_step=start_step, lines=metrics.superseded)
     layers = LayersWriter(folder.layers, start_step=start_step)

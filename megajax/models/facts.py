@@ -8,10 +8,11 @@ Importing this imports neither jax nor flax.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
-from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.config.hints import below
+from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.block.step_work import ALL, PASSES, Count, Reached, Training, block_work, factors
 from megajax.layers.checks import missing_members
@@ -30,7 +31,7 @@ from megajax.layers.facts import (
 from megajax.layers.multiply_adds import VisibleKeys
 from megajax.layers.recompute import Recomputing
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
-from megajax.models.protocol import ModelConfig, ids_below
+from megajax.models.protocol import ModelConfig, ids_below, position_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class HeadFacts:
 class ChoosesKernels(Protocol):
     """A model whose kernels are known before it is built: those of layers with `HasKernel`."""
 
-    def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
+    def kernel_choices(self, request: KernelRequest, device: KernelDevice | None) -> tuple[KernelChoice[str], ...]:
         """The kernel of each such layer of the pattern.
 
         Raises UserError for a kernel chosen by name that is not available.
@@ -210,13 +211,12 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
         ...
 
 
-def missing_facts(model: Any) -> dict[str, str]:
+def missing_facts(model: ModelConfig) -> dict[str, str]:
     """Setting -> missing members, for each part of a model config without facts."""
     lacking: dict[str, tuple[Any, list[str]]] = {"model": (model, missing_members(model, Facts))}
     if hasattr(model, "norm"):
         lacking["model.norm"] = (model.norm, missing_members(model.norm, Norm))
-    stacks = model.stacks() if hasattr(model, "stacks") else {"": getattr(model, "stack", None)}
-    for path, stack in stacks.items():
+    for path, stack in (model.stacks() if hasattr(model, "stacks") else {}).items():
         for place, block in (stack.named_blocks() if isinstance(stack, StackConfig | SegmentsConfig) else {}).items():
             for name, members in block.missing_facts().items():
                 lacking[f"model.{path or 'stack'}.{place}.{name}"] = (getattr(block, name), members)
@@ -227,7 +227,7 @@ def missing_facts(model: Any) -> dict[str, str]:
     return {setting: message for message, setting in first_settings.items()}
 
 
-def facts_of(model: Any) -> Facts | None:
+def facts_of(model: ModelConfig) -> Facts | None:
     """The config itself if it and all its layers have facts, else None."""
     if not isinstance(model, Facts):
         return None
@@ -237,20 +237,20 @@ def facts_of(model: Any) -> Facts | None:
     return model if norms_have_facts and not any(block.missing_facts() for block in blocks) else None
 
 
-def demand_facts(model: Any) -> Facts:
+def demand_facts(model: ModelConfig) -> Facts:
     """The config itself. Raises UserError, with the missing members, if it has no facts."""
     facts = facts_of(model)
     if facts is None:
-        lines = "\n".join(f"  {setting}: {message}" for setting, message in missing_facts(model).items())
+        title = "Missing members of megajax.models.facts.Facts and megajax.layers.facts.Layer:"
+        lines = below(title, (f"{setting}: {message}" for setting, message in missing_facts(model).items()))
         raise UserError(
-            f"{type(model).__name__} has no facts, which formulas, searches, comparisons and sweeps need.\n"
-            f"Missing members of megajax.models.facts.Facts and megajax.layers.facts.Layer:\n{lines}\n"
+            f"{type(model).__name__} has no facts, which formulas, searches, comparisons and sweeps need.\n{lines}\n"
             "The compiler does not need them: plan without --formula, --search, --compare and --sweep."
         )
     return facts
 
 
-def flops_of(model: Any, trainable: tuple[str, ...] = ALL) -> Flops | None:
+def flops_of(model: ModelConfig, trainable: tuple[str, ...] = ALL) -> Flops | None:
     """Operations per position; None if unknown. A model without facts may have `flops()`.
 
     trainable: patterns of the names of trained weights, as optimizer.trainable.
@@ -291,17 +291,12 @@ def _used_size(weight: Weight, ids: int | None) -> int:
 
 def count_flops(model: Facts, trainable: tuple[str, ...] = ALL) -> Flops:
     """Operations of a training step per position of `row_positions()`. trainable: as in `flops_of`."""
-    needed = row_counts(model, training_of(model, trainable))
+    needed = row_counts(model, Training(trainable, model.lora))
     theirs = row_counts(model, Training(megatron=True))
     causal = _total(needed, lambda visible, length: visible.pairs(length))
     full = _total(needed, lambda visible, length: length**2)
     megatron = _total(theirs, lambda visible, length: length**2 / (1 + visible.causal))
     return Flops(*(2 * total / model.row_positions() for total in (causal, full, megatron)))
-
-
-def training_of(model: Any, trainable: tuple[str, ...]) -> Training:
-    """Which weights of a model are trained. trainable: as in `flops_of`."""
-    return Training(trainable, getattr(model, "lora", None))
 
 
 class RowCount(NamedTuple):
@@ -414,3 +409,29 @@ def trained_share(weights: tuple[Weight, ...], training: Training, *, adapters: 
         adapted = [weight for weight in weights if any(training.adapter(weight))]
         trained += sum(training.lora.size(weight.shape, weight.axes) for weight in adapted)
     return trained / max(1, total_size(weights))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What banners, logs and representations say of a model, computed once from its config."""
+
+    facts: Facts | None
+    """None: the config, or one of its layers, has none."""
+    flops: Flops | None
+    """Operations of a training step per position; None: unknown."""
+    vocabulary: int | None
+    """Number of ids that the model reads; None: it reads no tokens."""
+    unit: Literal["tokens", "positions", "rows"]
+    """What `row_positions` counts."""
+    trainable: tuple[str, ...]
+    """Patterns of the names of trained weights, as optimizer.trainable."""
+
+    @property
+    def columns(self) -> int | None:
+        """Scores per position of a model that reads tokens, padding included; None: no tokens, or no facts."""
+        return None if self.facts is None or self.vocabulary is None else self.facts.head_facts().columns
+
+
+def summarize(model: ModelConfig, trainable: tuple[str, ...] = ALL) -> ModelSummary:
+    """The summary of a model config. trainable: as optimizer.trainable."""
+    return ModelSummary(facts_of(model), flops_of(model, trainable), ids_below(model), position_unit(model), trainable)

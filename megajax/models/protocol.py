@@ -15,6 +15,7 @@ from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem, UserError, demand_members
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_spec import CacheLeaf
+from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 
@@ -22,11 +23,11 @@ from megajax.mesh.config import ParallelConfig
 class ModelConfig(Protocol):
     """Base of model configs. Your own model needs `stack`, `schema` and `build`; the other methods have defaults."""
 
-    __slots__ = ()
-
     stack: StackConfig | SegmentsConfig
     """The layers, which pipelines split into stages; a field of the config, which may be frozen. With several sections:
     those of the last one."""
+    lora: LoRAConfig | None = None
+    """Low-rank adapters, which are trained in place of the weights below them."""
 
     @abstractmethod
     def build(self, layout: Any) -> Any:
@@ -130,7 +131,7 @@ class ModelConfig(Protocol):
             if not path.startswith(before) or not inside:
                 continue
             place, _, name = inside.partition(".")
-            layer = getattr(stack.stored()[int(number)][0], place, None)
+            layer = stack.stored()[int(number)][0].layers().get(place)
             if not hasattr(layer, "derived"):
                 return None
             before = f"{before}{number}.{place}."
@@ -166,13 +167,13 @@ def position_unit(model: ModelConfig) -> Literal["tokens", "positions", "rows"]:
     return "positions" if any("seq" in leaf.axes for leaf in model.schema().values()) else "rows"
 
 
-class Section(Protocol):
-    """A tower: input layers and a stack of layers."""
+class Section[C](Protocol):
+    """A tower: input layers and a stack of layers, with a context of class C."""
 
     stack: Any
     """A `megajax.layers.stack.stack.Stack`."""
 
-    def context(self, batch: Rows, key: Array | None) -> Any:
+    def context(self, batch: Rows, key: Array | None) -> C:
         """Context of the layers for a microbatch. key: random key of the run, None for a deterministic forward pass."""
         ...
 
@@ -183,15 +184,15 @@ class Section(Protocol):
         """
         ...
 
-    def enter(self, x: Array, ctx: Any) -> Array:
+    def enter(self, x: Array, ctx: C) -> Array:
         """Rest of the input layers: result of `embed` -> input of the first layer."""
         ...
 
 
-class EarlierSection(Section, Protocol):
+class EarlierSection[C](Section[C], Protocol):
     """A section before the last."""
 
-    def leave(self, x: Array, ctx: Any) -> Array:
+    def leave(self, x: Array, ctx: C) -> Array:
         """Output of the layers -> input of the next section.
 
         The next section and its layers read it as `ctx.memory`; its context must have this field.
@@ -199,13 +200,13 @@ class EarlierSection(Section, Protocol):
         ...
 
 
-class Model(Protocol):
+class Model[C](Protocol):
     """An nnx.Module with weights declared by `megajax.layers.param.param`."""
 
     sections: Mapping[str, Section]
     """Sections by path in the model ("": the model itself), in order; all but the last are `EarlierSection`s."""
 
-    def loss(self, x: Array, batch: Rows, ctx: Any, reduction: Any) -> Loss:
+    def loss(self, x: Array, batch: Rows, ctx: C, reduction: Any) -> Loss:
         """Loss from the output x of the last section.
 
         In a pipeline all stages call it with the same x, and their gradients are added up: each stage gets a share of
@@ -230,10 +231,10 @@ class ScoringModel(Model, Protocol):
         ...
 
 
-class GeneratingModel(Model, Protocol):
+class GeneratingModel[C](Model[C], Protocol):
     """A model that generates text with a cache of earlier tokens."""
 
-    def step(self, tokens: Array, cache: Mapping[str, Array], ctx: Any) -> tuple[Array, Mapping[str, Array]]:
+    def step(self, tokens: Array, cache: Mapping[str, Array], ctx: C) -> tuple[Array, Mapping[str, Array]]:
         """The tokens of a decoding step, int32 [T, 1] -> the last section's output [T, 1, D], and the cache.
 
         ctx: a `megajax.layers.context.Context` with positions and `rows`.
@@ -252,10 +253,10 @@ class GeneratingModel(Model, Protocol):
         ...
 
 
-class PredictingModel(Model, Protocol):
+class PredictingModel[C](Model[C], Protocol):
     """A model with predictions for whole rows, such as classes, for evaluation."""
 
-    def outputs(self, x: Array, batch: Rows, ctx: Any) -> Mapping[str, Array]:
+    def outputs(self, x: Array, batch: Rows, ctx: C) -> Mapping[str, Array]:
         """Float32 arrays [B, ...] by name, one entry per row, from the output x of the last section, as for `loss`.
 
         All pipeline stages call it with the same x and get the same results.
@@ -263,10 +264,10 @@ class PredictingModel(Model, Protocol):
         ...
 
 
-class RememberingModel(GeneratingModel, Protocol):
+class RememberingModel[C](GeneratingModel[C], Protocol):
     """A generating model that reads the output of an earlier section, as a decoder reads an encoder."""
 
-    def remember(self, tokens: Array, cache: Mapping[str, Array], ctx: Any) -> Mapping[str, Array]:
+    def remember(self, tokens: Array, cache: Mapping[str, Array], ctx: C) -> Mapping[str, Array]:
         """Input texts of rows, int32 [R, L] -> the cache, with the state of these texts in the slots of the rows.
 
         ctx: a `megajax.layers.context.Context` whose `rows` has one group, of R rows with L tokens each.

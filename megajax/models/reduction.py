@@ -1,6 +1,7 @@
 """Reduction of the losses of a microbatch to the minimised and reported sums."""
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from megajax.batch import Loss
 from megajax.mesh.mesh import manual_axes
 
 
-def divisor(weight: Any, xp: Any = jnp) -> Any:
+def divisor(weight: Any, xp: ModuleType = jnp) -> Any:
     """Sums of weights by which sums are divided: `weight` of any shape, and 1 where it is 0, like the sum over it.
 
     A least divisor above 0 would make a quotient depend on a common factor of the weights.
@@ -18,7 +19,7 @@ def divisor(weight: Any, xp: Any = jnp) -> Any:
     return xp.where(weight > 0, weight, 1)
 
 
-def quotient(total: Any, weight: Any, xp: Any = jnp) -> Any:
+def quotient(total: Any, weight: Any, xp: ModuleType = jnp) -> Any:
     """Sum and weight of a metric, [] or [K] -> the quotient, or the mean of quotients with a weight; nan for none.
 
     xp: the library of the arrays, jax.numpy or numpy.

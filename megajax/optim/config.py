@@ -2,16 +2,17 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import inf
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
+from megajax.config.bounds import BelowOne, Bounds, Count, Index, NotEmpty, NotNegative, Positive, Share
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 
 type Dtype = Literal["float32", "bfloat16"]
 type MomentDtype = Literal["float32", "bfloat16", "float16"]
+type Epsilon = Annotated[float, Bounds(above=0, hint="a weight without gradient divides by it")]
 type Samples = Callable[[int], int]
 """Number of first steps -> rows that they read; not proportional if the batch size is ramped."""
 
@@ -19,66 +20,55 @@ SMALLEST_CHANGES = (("bfloat16", 2**-8), ("float16", 2**-10))
 """Smallest relative change of a stored average that survives rounding; float16 stores roots."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupConfig:
     """Different learning rates or weight decay for some weights; none: no difference.
 
     Example: `mj.AdamWConfig(groups=(mj.GroupConfig(match="*.mixer.*", lr_multiplier=0.5),))`
     """
 
-    match: str
+    match: Annotated[str, NotEmpty("name weights by their path, * stands for any text")]
     """Paths of the weights, with * for any text: stack.blocks.*.mlp.* or *bias. No match is an error."""
-    lr: float | None = None
+    lr: NotNegative | None = None
     """Highest learning rate of these weights, in place of schedule.lr."""
-    min_lr: float | None = None
+    min_lr: NotNegative | None = None
     """Lowest learning rate, in place of schedule.min_lr."""
-    lr_multiplier: float | None = None
+    lr_multiplier: NotNegative | None = None
     """Factor on the learning rate; 0 freezes the weights."""
-    decay: float | None = None
+    decay: NotNegative | None = None
     """Factor on the weight decay; 0 turns it off."""
 
     def problems(self) -> list[Problem]:
-        problems = list(_from_zero(self, "lr", "min_lr", "lr_multiplier", "decay"))
-        if not self.match:
-            problems.append(Problem("match", "is empty", "name weights by their path, * stands for any text"))
-        if not problems and self.lr is not None and (self.min_lr or 0) > self.lr:
-            problems.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
-        return problems
+        if self.lr is None or (self.min_lr or 0) <= self.lr:
+            return []
+        return [Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}")]
 
 
-def _from_zero(cfg: object, *names: str) -> Iterator[Problem]:
-    """Problems of settings that must be finite and not negative, unless they are None."""
-    for name in names:
-        value = getattr(cfg, name)
-        if value is not None and not 0 <= value < inf:
-            yield Problem(name, f"must be a number of at least 0, got {value}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateConfig(Builds):
     """Settings of all optimizers."""
 
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Weight decay per step, multiplied by the learning rate; biases, gains and vectors are not decayed."""
     decay_embeddings: bool = True
     """Apply weight decay to the token embedding, the head and learned positions."""
     decay_qk_norms: bool = False
     """Apply weight decay to the gains and biases of query and key norms and of the norm of latent queries."""
-    embedding_lr: float | None = None
+    embedding_lr: NotNegative | None = None
     """Highest learning rate of the token embedding and the head; none: schedule.lr."""
-    embedding_min_lr: float | None = None
+    embedding_min_lr: NotNegative | None = None
     """Lowest learning rate of the token embedding and the head; none: schedule.min_lr."""
-    trainable: tuple[str, ...] = ("*",)
+    trainable: Annotated[tuple[str, ...], NotEmpty("the default, *, trains all", "names no weight")] = ("*",)
     """Weights by path, with * for any text, that are trained. The others are frozen: they have no gradients and no
     optimizer state."""
     groups: tuple[GroupConfig, ...] = ()
     """Different rates or decay for weights by path. Where two groups set the same value, the last one counts."""
-    clip: float | None = 1.0
+    clip: Annotated[float, Bounds(above=0, hint="clip=none turns clipping off")] | None = 1.0
     """Clip gradients to this global norm; none: no clipping."""
     moments: MomentDtype = "float32"
     """Dtype of the moments between steps; they are computed in float32. float16 stores a scale per weight, and the root
     of the second moment."""
-    offload: float = 0.0
+    offload: Share = 0.0
     """Share of the moments kept in host memory between updates, largest first; 1: all. They are copied to the device
     weight by weight during the update."""
     log_zeros: bool = False
@@ -103,14 +93,7 @@ class UpdateConfig(Builds):
 
     def shared_problems(self, **averages: float) -> list[Problem]:
         """Problems of the settings above. averages: name -> decay of the optimizer's running averages."""
-        problems = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
-        if self.clip is not None and not 0 < self.clip < inf:
-            message = f"must be a number above 0, got {self.clip}"
-            problems.append(Problem("clip", message, "clip=none turns clipping off"))
-        if not self.trainable:
-            problems.append(Problem("trainable", "names no weight", "the default, *, trains all"))
-        if not 0 <= self.offload <= 1:
-            problems.append(Problem("offload", f"must be a share between 0 and 1, got {self.offload:g}"))
+        problems = []
         for name, beta in averages.items():
             if not 0 <= beta < 1:
                 problems.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))
@@ -137,13 +120,7 @@ def _rate_problem(setting: str, lr: float | None, min_lr: float | None, schedule
     return []
 
 
-def _epsilon_problems(epsilon: float) -> list[Problem]:
-    if epsilon > 0:
-        return []
-    return [Problem("epsilon", f"must be above 0, got {epsilon}", "a weight without gradient divides by it")]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamWConfig(UpdateConfig):
     """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019).
 
@@ -151,20 +128,20 @@ class AdamWConfig(UpdateConfig):
     """
 
     target: ClassVar[str] = "megajax.optim.optimizer:adamw"
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.999
+    beta2: BelowOne = 0.999
     """Decay of the second moment."""
-    epsilon: float = 1e-8
+    epsilon: Epsilon = 1e-8
     """Added to the root of the second moment."""
     decoupled: bool = True
     """Decoupled weight decay (AdamW); false adds weight_decay * weight to the gradient (Adam with L2)."""
 
     def problems(self) -> list[Problem]:
-        return self.shared_problems(beta1=self.beta1, beta2=self.beta2) + _epsilon_problems(self.epsilon)
+        return self.shared_problems(beta1=self.beta1, beta2=self.beta2)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SGDConfig(UpdateConfig):
     """Gradient descent with momentum. Weight decay is added to the gradient.
 
@@ -172,14 +149,14 @@ class SGDConfig(UpdateConfig):
     """
 
     target: ClassVar[str] = "megajax.optim.optimizer:sgd"
-    momentum: float = 0.9
+    momentum: BelowOne = 0.9
     """Momentum: direction = momentum * direction + gradient."""
 
     def problems(self) -> list[Problem]:
         return self.shared_problems(momentum=self.momentum)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LionConfig(UpdateConfig):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay. It needs a learning
     rate 3 to 10 times smaller than Adam's, and a weight decay larger by the same factor.
@@ -188,16 +165,16 @@ class LionConfig(UpdateConfig):
     """
 
     target: ClassVar[str] = "megajax.optim.optimizer:lion"
-    beta1: float = 0.95
+    beta1: BelowOne = 0.95
     """Weight of the average, against the current gradient, in the update."""
-    beta2: float = 0.98
+    beta2: BelowOne = 0.98
     """Decay of the average."""
 
     def problems(self) -> list[Problem]:
         return self.shared_problems(beta1=self.beta1, beta2=self.beta2)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MuonConfig(UpdateConfig):
     """Orthogonalised momentum (Jordan et al. 2024) for the matrices of the stack; AdamW for everything else.
 
@@ -205,52 +182,45 @@ class MuonConfig(UpdateConfig):
     """
 
     target: ClassVar[str] = "megajax.optim.muon:muon"
-    momentum: float = 0.95
+    momentum: BelowOne = 0.95
     """Decay of the average of gradients that is orthogonalised."""
     nesterov: bool = True
     """Orthogonalise momentum * average + (1 - momentum) * gradient, not the average."""
-    iterations: int = 5
+    iterations: Count = 5
     """Newton-Schulz iterations."""
     coefficients: Literal["quintic", "simple", "polar_express"] = "quintic"
     """Polynomials of the iterations: quintic has 5 different ones (iterations must be a multiple of 5), simple one for
     all (Jordan), polar_express 8 and more (Amsel et al. 2025)."""
     scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
     """Factor on an orthogonalised [in, out] matrix: sqrt(max(in, out)), sqrt(max(1, out / in)) or sqrt(out / in)."""
-    extra_scale: float = 1.0
+    extra_scale: Positive = 1.0
     """Additional factor. With scale=spectral, 0.2 gives updates about as large as AdamW's (Liu et al. 2025)."""
     dtype: Dtype = "float32"
     """Dtype of the iterations; bfloat16 is faster and leaves errors of about 1 % in the singular values."""
-    qk_clip: float | None = None
+    qk_clip: Positive | None = None
     """QK-clip: after each update, query and key matrices of heads whose scores may exceed this are scaled down (Kimi
     team 2025: 100); none: no bound."""
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """Decay of AdamW's first moment."""
-    beta2: float = 0.999
+    beta2: BelowOne = 0.999
     """Decay of AdamW's second moment."""
-    epsilon: float = 1e-8
+    epsilon: Epsilon = 1e-8
     """Added to the root of AdamW's second moment."""
 
     def problems(self) -> list[Problem]:
         problems = self.shared_problems(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
-        problems += _epsilon_problems(self.epsilon)
         count = self.iterations
-        if count < 1:
-            problems.append(Problem("iterations", f"must be at least 1, got {count}"))
-        elif self.coefficients == "quintic" and count % 5:
+        if self.coefficients == "quintic" and count % 5:
             multiples = ", ".join(str(n) for n in (count // 5 * 5, count // 5 * 5 + 5) if n)
             message = f"{count} is not a multiple of quintic's 5 polynomials"
             problems.append(Problem("iterations", message, f"nearest: {multiples}"))
         elif self.coefficients == "polar_express" and count < 8:
             message = f"polar_express has 8 polynomials, iterations={count} leaves some out"
             problems.append(Problem("iterations", message))
-        if not 0 < self.extra_scale < inf:
-            problems.append(Problem("extra_scale", f"must be a number above 0, got {self.extra_scale}"))
-        if self.qk_clip is not None and not 0 < self.qk_clip < inf:
-            problems.append(Problem("qk_clip", f"must be a number above 0, got {self.qk_clip}"))
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class OptaxConfig(UpdateConfig):
     """Any optax.GradientTransformation, with the learning rate of the schedule.
 
@@ -266,7 +236,7 @@ class OptaxConfig(UpdateConfig):
     per_layer: bool = True
     """The transformation sees each layer's own weights. false: it sees weights of all layers as one array, for
     transformations that combine weights and treat all elements of a weight alike."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay in addition to the transformation's own, for the same weights as other optimizers."""
 
     def name(self) -> str:
@@ -343,7 +313,7 @@ def _keep_one(names: list[str]) -> str:
     return f"--schedule.{second}=none keeps {first}, --schedule.{first}=none keeps {second}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Builds):
     """Learning rate over the run. Everything is counted in samples (rows); steps are converted by the batch size.
 
@@ -352,21 +322,21 @@ class ScheduleConfig(Builds):
     Example: `mj.ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_steps=2000)`
     """
 
-    target: ClassVar[str] = "megajax.optim.schedule:Schedule"
-    lr: float = 3e-4
+    target: ClassVar[str] = "megajax.optim.schedule:RateSchedule"
+    lr: NotNegative = 3e-4
     """Highest learning rate."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Rate at the end of the decay, and after it."""
     style: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "cosine"
     """Shape of the decay from lr to min_lr; constant never decays; inverse_square_root is proportional to
     1 / sqrt(samples), at least min_lr; wsd stays at lr until the anneal (warm-up, stable, decay; Hu et al. 2024)."""
-    warmup_steps: int | None = None
+    warmup_steps: Index | None = None
     """Steps from warmup_start to lr; set at most one of the three warm-ups."""
-    warmup_samples: int | None = None
+    warmup_samples: Index | None = None
     """Samples from warmup_start to lr."""
-    warmup_fraction: float | None = None
+    warmup_fraction: Share | None = None
     """Warm-up from warmup_start to lr, as a share of the decay."""
-    warmup_start: float = 0.0
+    warmup_start: NotNegative = 0.0
     """Learning rate of the first update, when there is a warm-up."""
     decay_steps: int | None = None
     """Steps until min_lr, warm-up included; none: the whole run."""
@@ -374,17 +344,17 @@ class ScheduleConfig(Builds):
     """Samples until min_lr, warm-up included."""
     anneal_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of wsd's decay: 2 * 0.5^r - 1, 1 - r, (1 + cos(pi r)) / 2 or 1 - sqrt(r), with r from 0 to 1."""
-    anneal_steps: int | None = None
+    anneal_steps: Count | None = None
     """Length of wsd's decay, the last steps before the end of decay_steps."""
-    anneal_samples: int | None = None
+    anneal_samples: Count | None = None
     """Length of wsd's decay in samples."""
-    weight_decay_start: float | None = None
+    weight_decay_start: NotNegative | None = None
     """Weight decay of the first update, which changes to optimizer.weight_decay; none: constant."""
     weight_decay_style: Literal["linear", "cosine"] = "linear"
     """Shape of that change."""
-    weight_decay_steps: int | None = None
+    weight_decay_steps: Index | None = None
     """Steps of that change; none: the whole run."""
-    weight_decay_samples: int | None = None
+    weight_decay_samples: Index | None = None
     """Samples of that change."""
     on_resume: Literal["same", "config"] = "same"
     """What happens if a run resumes with a different schedule, weight decay or groups. same: an error; config: follow
@@ -403,12 +373,8 @@ class ScheduleConfig(Builds):
                 problems.append(Problem(settings[1], f"{' and '.join(settings)} are both set", _keep_one(settings)))
         if self.min_lr > self.lr:
             problems.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
-        if 0 <= self.lr < self.warmup_start:
+        if self.lr < self.warmup_start:
             problems.append(Problem("warmup_start", f"warmup_start={self.warmup_start} is above lr={self.lr}"))
-        problems += _from_zero(self, "lr", "min_lr", "warmup_start", "warmup_steps", "warmup_samples")
-        problems += _from_zero(self, "weight_decay_start", "weight_decay_steps", "weight_decay_samples")
-        if self.warmup_fraction is not None and not 0 <= self.warmup_fraction <= 1:
-            problems.append(Problem("warmup_fraction", f"must be between 0 and 1, got {self.warmup_fraction}"))
         return problems + self._anneal_problems()
 
     def _anneal_problems(self) -> list[Problem]:
@@ -418,13 +384,8 @@ class ScheduleConfig(Builds):
                 Problem(name, f"has no meaning with style={self.style}", "set style=wsd, or leave it out")
                 for name in settings
             ]
-        if not settings:
-            return [Problem("anneal_steps", "is needed with style=wsd", "set the number of last steps that decay")]
-        return [
-            Problem(name, f"must be at least 1, got {getattr(self, name)}")
-            for name in settings
-            if getattr(self, name) < 1
-        ]
+        hint = "set the number of last steps that decay"
+        return [] if settings else [Problem("anneal_steps", "is needed with style=wsd", hint)]
 
     def decay(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
         """Samples until min_lr. samples: rows of the first steps; none: global_size each."""

@@ -12,7 +12,7 @@ from megajax.optim.config import OptimizerBuilder, UpdateConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Weights with the same rates."""
 
     lr: float | None = None
@@ -40,7 +40,7 @@ ALL = ("*",)
 HEAD = "head"
 """Path of the head if it is a separate weight."""
 
-type Rates = Callable[[Group], tuple[Array, Array]]
+type Rates = Callable[[ParameterGroup], tuple[Array, Array]]
 """Group -> (learning rate, weight decay) of this update, each float32 []."""
 
 
@@ -69,7 +69,7 @@ def has_decay(spec: ParamSpec) -> bool:
 
 def groups(
     cfg: UpdateConfig, declared: Mapping[str, ParamSpec], widths: Mapping[str, float] | None = None
-) -> dict[str, Group]:
+) -> dict[str, ParameterGroup]:
     """Path -> group, in the order of the weights. widths: path -> Group.width; none: 1 for all.
 
     Raises UserError for a pattern that matches no weight, naming the nearest paths.
@@ -104,9 +104,9 @@ def trainable(
     return {path: spec for path, spec in declared.items() if path in paths or path in adapters}
 
 
-def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
+def _plain(cfg: UpdateConfig, spec: ParamSpec) -> ParameterGroup:
     decay = has_decay(spec) and (cfg.decay_embeddings or not is_embedding(spec))
     decay = decay or (cfg.decay_qk_norms and any(norm in spec.path for norm in (".query_norm.", ".key_norm.")))
     if not is_vocabulary(spec):
-        return Group(decay=float(decay))
-    return Group(lr=cfg.embedding_lr, min_lr=cfg.embedding_min_lr, decay=float(decay))
+        return ParameterGroup(decay=float(decay))
+    return ParameterGroup(lr=cfg.embedding_lr, min_lr=cfg.embedding_min_lr, decay=float(decay))

@@ -19,9 +19,9 @@ from jax import Array
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.mesh import free_axes
-from megajax.mesh.rules import LogicalAxes, Plan, Rules
+from megajax.mesh.sharding_rules import LogicalAxes, Plan, Rules
 from megajax.optim.config import MuonConfig
-from megajax.optim.optimizer import Adam, Moments, Rule, RuleOptimizer
+from megajax.optim.optimizer import Adam, Moments, RuleOptimizer, UpdateRule
 from megajax.optim.qk_clip import clipped, head_parts
 
 type Polynomial = tuple[float, float, float]
@@ -231,7 +231,7 @@ def muon(
     """Orthogonalised momentum for matrices of the stack, AdamW for the rest."""
     rules = None if plan is None else plan.optimizer
     adam = Adam(cfg.beta1, cfg.beta2, cfg.epsilon)
-    rules_by_path: dict[str, Rule] = {}
+    rules_by_path: dict[str, UpdateRule] = {}
     for path, spec in declared.items():
         shape = matrices(spec)
         rules_by_path[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)

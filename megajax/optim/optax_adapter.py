@@ -24,9 +24,9 @@ from megajax.batch import Params
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.optim.config import OptaxConfig
-from megajax.optim.groups import Group, Rates
+from megajax.optim.groups import ParameterGroup, Rates
 from megajax.optim.moments import OptimizerState
 from megajax.optim.optimizer import Optimizer
 
@@ -38,7 +38,7 @@ RATE = jax.ShapeDtypeStruct((), jnp.float32)
 NONE: Names = frozenset()
 
 
-class Place(NamedTuple):
+class StateLeaf(NamedTuple):
     """Where an array of the transformation's state is stored."""
 
     name: str
@@ -97,7 +97,7 @@ class OptaxOptimizer(Optimizer):
         self, grads: Params, state: OptimizerState, params: Params, *, rates: Rates
     ) -> tuple[Params, OptimizerState]:
         """One update. grads float32, already divided and clipped. -> new weights and state."""
-        lr, _ = rates(Group())
+        lr, _ = rates(ParameterGroup())
         mapped = self._over_rows(
             self._one_update, ins=("rate", "weights", "state", "weights"), out=("weights", "state")
         )
@@ -140,7 +140,7 @@ class OptaxOptimizer(Optimizer):
         updates, new = result
         return updates, self._stored(new)
 
-    def _stored(self, state: Any) -> OptimizerState:
+    def _stored(self, state: object) -> OptimizerState:
         """The transformation's state in the form in which it is stored."""
         leaves, tree = jax.tree_util.tree_flatten(state)
         if tree != self._tree:
@@ -163,7 +163,7 @@ class OptaxOptimizer(Optimizer):
             f = jax.vmap(f, in_axes=tuple(axes[kind] for kind in ins), out_axes=outputs)
         return f
 
-    def _by_place(self, of: Callable[[Place], Any]) -> dict[str, Any]:
+    def _by_place(self, of: Callable[[StateLeaf], Any]) -> dict[str, Any]:
         """A tree with the structure of the stored state; of(place) is called in the order of the state's leaves."""
         tree: dict[str, Any] = {}
         for place in self._places:
@@ -204,7 +204,7 @@ class OptaxOptimizer(Optimizer):
         else:
             self._check_rows(state, keeps)
 
-    def _check_same(self, part: str, before: Any, after: Any) -> None:
+    def _check_same(self, part: str, before: object, after: object) -> None:
         if jax.tree.structure(before) != jax.tree.structure(after):
             raise self._error(f"makes {part} of another structure than the weights'")
         pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
@@ -267,16 +267,16 @@ class OptaxOptimizer(Optimizer):
             ) from error
 
 
-def _is_names(x: Any) -> bool:
+def _is_names(x: object) -> bool:
     return isinstance(x, frozenset)
 
 
-def _names(jaxpr: Any, inputs: Any, like: Any) -> Any:
+def _names(jaxpr: Jaxpr, inputs: object, like: object) -> Any:
     """A tree like the outputs with the weights that each array depends on. inputs: the same for the arguments."""
     return jax.tree.unflatten(jax.tree.structure(like), dependencies(jaxpr, jax.tree.leaves(inputs, is_leaf=_is_names)))
 
 
-def _places(leaves: list[tuple], declared: Mapping[str, ParamSpec]) -> list[Place]:
+def _places(leaves: list[tuple], declared: Mapping[str, ParamSpec]) -> list[StateLeaf]:
     """Places of the arrays of a state, from the keys to each array.
 
     An array belongs to a weight if the weight's path is one of its keys, in a dict whose keys are all weight paths.
@@ -292,7 +292,7 @@ def _places(leaves: list[tuple], declared: Mapping[str, ParamSpec]) -> list[Plac
         at = next((at for at in range(len(keys)) if keys[:at] in of_weights), None)
         rest = keys if at is None else (*keys[:at], *keys[at + 1 :])
         name = jax.tree_util.keystr(rest, simple=True, separator=".") or "state"
-        places.append(Place(name, None if at is None else key_names[at]))
+        places.append(StateLeaf(name, None if at is None else key_names[at]))
     return places
 
 
@@ -304,7 +304,7 @@ def dependencies(jaxpr: Jaxpr, inputs: Sequence[Names]) -> list[Names]:
     """
     by_variable: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def names(variable: Any) -> Names:
+    def names(variable: object) -> Names:
         return NONE if isinstance(variable, Literal) else by_variable.get(variable, NONE)
 
     for equation in jaxpr.eqns:

@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 from megajax.optim.groups import Rates
-from megajax.optim.optimizer import Optimizer, Rule
+from megajax.optim.optimizer import Optimizer, UpdateRule
 
 
 class RuleState(NamedTuple):
@@ -20,17 +20,17 @@ class RuleState(NamedTuple):
     """Kind of moment -> a tree like the weights'."""
 
 
-def scale_by_rule(rule: Rule) -> optax.GradientTransformation:
+def scale_by_rule(rule: UpdateRule) -> optax.GradientTransformation:
     """Gradients -> the directions of a rule (Adam, Momentum, SignOfAverage), for any tree of float32 arrays.
 
     Chain it like `optax.scale_by_adam`, with `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
     """
 
-    def init(params: Any) -> RuleState:
+    def init(params: optax.Params) -> RuleState:
         zeros = {name: jax.tree.map(jnp.zeros_like, params) for name in rule.moments}
         return RuleState(jnp.zeros((), jnp.int32), zeros)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: optax.Updates, state: Any, params: object = None) -> tuple[Any, Any]:
         del params
         count = state.count + 1
         leaves, tree = jax.tree.flatten(updates)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,15 +11,15 @@ from jax import Array
 from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.optim.config import AdamWConfig, LionConfig, SGDConfig, UpdateConfig
-from megajax.optim.groups import Rates, groups, scales_with_width
+from megajax.optim.groups import ParameterGroup, Rates, groups, scales_with_width
 from megajax.optim.moments import OptimizerState, packed, unpacked
 
 type Moments = tuple[Array, ...]
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """Computes the direction of one weight's update. All arrays are float32 and have the weight's shape."""
 
     @property
@@ -95,7 +95,7 @@ class RuleOptimizer(Optimizer):
     """
 
     def __init__(
-        self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], rules: Mapping[str, Rule], width: float = 1.0
+        self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], rules: Mapping[str, UpdateRule], width: float = 1.0
     ):
         powers = {
             path: rule.width_powers[0 if scales_with_width(declared[path]) else 1] for path, rule in rules.items()
@@ -239,7 +239,7 @@ def clip_factor(norm: Array, limit: float | None) -> Array:
 def constant_rates(lr: Array | float, weight_decay: float = 0.0) -> Rates:
     """Rates without a schedule: lr for all groups, times their multipliers."""
 
-    def rates(group: Any) -> tuple[Array, Array]:
+    def rates(group: ParameterGroup) -> tuple[Array, Array]:
         return jnp.asarray(lr, jnp.float32) * group.lr_multiplier, jnp.float32(weight_decay * group.decay)
 
     return rates

@@ -22,7 +22,7 @@ OBSERVATION = "core.scores.max"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ClippedWeight:
     """Heads of a weight, and the power of their factor."""
 
     path: str
@@ -38,7 +38,7 @@ class Part:
         return weight * factor.reshape(factor.shape[0], *[1] * (weight.ndim - 3), *factor.shape[1:])
 
 
-def head_parts(declared: Mapping[str, ParamSpec]) -> list[Part]:
+def head_parts(declared: Mapping[str, ParamSpec]) -> list[ClippedWeight]:
     """The parts of all attention layers of stacks. declared: weights by path."""
     parts = []
     for path, spec in declared.items():
@@ -49,19 +49,19 @@ def head_parts(declared: Mapping[str, ParamSpec]) -> list[Part]:
     return parts
 
 
-def _of_layer(layer: str, query: ParamSpec, key: ParamSpec, declared: Mapping[str, ParamSpec]) -> list[Part]:
+def _of_layer(layer: str, query: ParamSpec, key: ParamSpec, declared: Mapping[str, ParamSpec]) -> list[ClippedWeight]:
     content, size = key.shape[-1], query.shape[-1]
     shared = key.shape[-2] != query.shape[-2]
     powers = {"query": ((content, 1.0 if shared else 0.5), (size - content, 1.0)), "key": ((content, 0.5),)}
     return [
-        Part(f"{layer}.{name}{end}", f"{layer}.{OBSERVATION}", tuple(part for part in powers[name] if part[0]))
+        ClippedWeight(f"{layer}.{name}{end}", f"{layer}.{OBSERVATION}", tuple(part for part in powers[name] if part[0]))
         for name in ("query", "key")[: 1 if shared else 2]
         for end in ("", "_bias")
         if f"{layer}.{name}{end}" in declared
     ]
 
 
-def clipped(params: Params, observed: Params, parts: list[Part], limit: float) -> Params:
+def clipped(params: Params, observed: Params, parts: list[ClippedWeight], limit: float) -> Params:
     """The weights with the heads of `parts` scaled. observed: bounds of scores by path."""
     new = dict(params)
     for part in parts:

@@ -10,7 +10,7 @@ from jax import Array
 
 from megajax.config.errors import UserError
 from megajax.optim.config import Samples, ScheduleConfig
-from megajax.optim.groups import Group
+from megajax.optim.groups import ParameterGroup
 
 SHAPES: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
@@ -28,7 +28,7 @@ DECAY = "schedule: samples of decay (steps x batch.global_size unless set)"
 """Name of the fact with the length of the decay."""
 
 
-class Schedule:
+class RateSchedule:
     """lr(samples) for a run of `steps` steps of `global_size` samples; samples: steps -> rows where sizes change."""
 
     def __init__(self, cfg: ScheduleConfig, *, steps: int, global_size: int, samples: Samples | None = None):
@@ -72,7 +72,7 @@ class Schedule:
             share = jnp.square(jnp.sin(0.5 * pi * share))
         return (start + share * (end - start)).astype(jnp.float32)
 
-    def rates(self, samples: Array, weight_decay: float, group: Group) -> tuple[Array, Array]:
+    def rates(self, samples: Array, weight_decay: float, group: ParameterGroup) -> tuple[Array, Array]:
         """Learning rate and weight decay of a group; weight_decay: optimizer.weight_decay.
 
         Raises UserError for a group whose own highest rate is below the lowest.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.pipeline.closed_form import closed_form
-from megajax.pipeline.schedule import Schedule, Work, entering
+from megajax.pipeline.schedule import Schedule, StageWork, entering
 
 KINDS = ("forward", "backward")
 
@@ -106,7 +106,7 @@ def violations(schedule: Schedule) -> list[Violation]:
     return violations
 
 
-def _works(schedule: Schedule) -> dict[str, Work]:
+def _works(schedule: Schedule) -> dict[str, StageWork]:
     return {kind: getattr(schedule, kind) for kind in KINDS}
 
 
@@ -114,9 +114,9 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
     shape = (schedule.ticks, schedule.stages)
     bounds = (schedule.microbatches, schedule.chunks, schedule.ring_slots)
     arrays: list[tuple[str, np.ndarray, tuple[int, ...], int, int]] = [
-        (f"{kind}.{name}", getattr(work, name), shape, -(name == "microbatch"), bound)
+        (f"{kind}.{name}", array, shape, -(name == "microbatch"), bound)
         for kind, work in _works(schedule).items()
-        for name, bound in zip(Work._fields, bounds, strict=True)
+        for (name, array), bound in zip(work._asdict().items(), bounds, strict=True)
     ]
     lines = dict.fromkeys(("embed", "head", "embed_gradient"), schedule.microbatches)
     lines |= dict.fromkeys(("output_written", "output_read"), schedule.output_slots)
@@ -144,12 +144,12 @@ def _phases(schedule: Schedule) -> Iterator[Violation]:
 
 def _borders(schedule: Schedule) -> Iterator[Violation]:
     last = (schedule.stages - 1, schedule.chunks - 1)
-    for name, work, place in (
-        ("embed", schedule.forward, (0, 0)),
-        ("head", schedule.backward, last),
-        ("embed_gradient", schedule.backward, (0, 0)),
+    for name, actual, work, place in (
+        ("embed", schedule.embed, schedule.forward, (0, 0)),
+        ("head", schedule.head, schedule.backward, last),
+        ("embed_gradient", schedule.embed_gradient, schedule.backward, (0, 0)),
     ):
-        actual, expected = getattr(schedule, name), entering(work, *place)
+        expected = entering(work, *place)
         for tick in np.flatnonzero(actual != expected):
             yield Violation("borders", f"{name} at tick {tick} is microbatch {actual[tick]}, must be {expected[tick]}")
 
@@ -171,7 +171,7 @@ def _item(microbatch: int, chunk: int, stage: int) -> str:
 
 def _when(schedule: Schedule, kind: str) -> np.ndarray:
     """Tick of each piece of work, int [M, V, P]; for schedules with each piece of work once."""
-    work = getattr(schedule, kind)
+    work = _works(schedule)[kind]
     when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), np.int64)
     tick, stage = np.nonzero(work.microbatch >= 0)
     when[work.microbatch[tick, stage], work.chunk[tick, stage], stage] = tick

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import ConfigError, UserError
-from megajax.display.charts import Box, Timeline, save_png
+from megajax.display.charts import Box, TimelineChart, save_png
 from megajax.pipeline.check import check, measure
-from megajax.pipeline.schedule import Phase, Schedule, Work, build, problems
+from megajax.pipeline.schedule import Phase, Schedule, StageWork, build, problems
 from megajax.storage.write_errors import write_fault
 
 LABEL = 6
@@ -121,7 +121,7 @@ def _block(schedule: Schedule, ticks: range, label: int, cell: int) -> str:
     return "\n".join(lines)
 
 
-def _rows(schedule: Schedule) -> list[tuple[str, Work, int]]:
+def _rows(schedule: Schedule) -> list[tuple[str, StageWork, int]]:
     """Kinds of work with a letter of NAMES, and how long they take, in forwards."""
     return [("F", schedule.forward, 1), ("B", schedule.backward, 2)]
 
@@ -166,7 +166,7 @@ def save_as_asked(plot: Callable[[Any], None], path: Path, *, inches: tuple[floa
         raise UserError(f"--png={path} can't be written: {write_fault(error)}. Choose an existing folder.") from error
 
 
-def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str, tuple[float, ...]]]:
+def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[TimelineChart, dict[str, tuple[float, ...]]]:
     """The boxes of all stages, and the colour of each class of boxes. The unit of time is a forward of a chunk."""
     kinds = [(letter, chunk) for letter, _, _ in _rows(schedule) for chunk in range(schedule.chunks)]
     boxes: dict[str, list[Box]] = {f"{letter}{chunk}": [] for letter, chunk in kinds}
@@ -191,7 +191,7 @@ def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str
         for letter, chunk in kinds
         if chunk in listed
     }
-    timeline = Timeline(
+    timeline = TimelineChart(
         rows=[str(stage) for stage in range(schedule.stages)],
         boxes=boxes,
         names=names,

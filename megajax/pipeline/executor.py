@@ -1,6 +1,6 @@
 """Runs a schedule tick by tick, forwards and backwards of all stages, in a shard_map manual over `pipeline`.
 
-`megajax.pipeline.layer_loop` runs the layers of a chunk. In a tick, communication between stages overlaps the layers:
+layer_forward_backward.py runs the layers of a chunk. In a tick, communication between stages overlaps the layers:
 
     gradient to the previous stage, gradient of the loss,
     gradient of the embedding, next embedding              | during the forward
@@ -31,9 +31,9 @@ from jax import Array, lax
 
 from megajax.batch import Params, Rows
 from megajax.mesh.layout import Layout
-from megajax.pipeline.layer_loop import RESIDUAL, LayerLoop, Rings, add, entry, put, take
+from megajax.pipeline.layer_forward_backward import RESIDUAL, LayerLoop, Rings, add, entry, put, take
 from megajax.pipeline.partition import Partition, Staged, StagedSection, Sums
-from megajax.pipeline.schedule import Schedule, Work, entering
+from megajax.pipeline.schedule import Schedule, StageWork, entering
 
 AXIS = "pipeline"
 
@@ -64,12 +64,12 @@ class TickLoop(NamedTuple):
         """The ticks of this loop for a kind of work; see `Ticks`."""
         return Ticks(tick, microbatches, self.start, self.stop)
 
-    def busy(self, work: Work, chunk: int | None) -> np.ndarray:
+    def busy(self, work: StageWork, chunk: int | None) -> np.ndarray:
         """Bool [ticks, stages]: whether the chunk (None: any) has work."""
         ticks = slice(self.start, self.stop)
         return (work.microbatch[ticks] >= 0) & (chunk is None or work.chunk[ticks] == chunk)
 
-    def runs(self, work: Work, chunk: int | None) -> str:
+    def runs(self, work: StageWork, chunk: int | None) -> str:
         """How often the chunk (None: any) has work; see `runs`."""
         return runs(self.busy(work, chunk))
 
@@ -131,7 +131,7 @@ def before(microbatches: np.ndarray) -> np.ndarray:
     return np.insert(microbatches[:-1], 0, np.int32(-1))
 
 
-def _run_ticks(ticks: tuple[int, int], tick: Callable[[Array, Any], Any], carry: Any) -> Any:
+def _run_ticks[T](ticks: tuple[int, int], tick: Callable[[Array, T], T], carry: T) -> T:
     """Runs the ticks [start, stop) in order."""
     start, stop = ticks
     return lax.fori_loop(start, stop, tick, carry) if stop > start + 1 else tick(jnp.int32(start), carry)
@@ -170,7 +170,7 @@ def when_busy[T](ticks: Ticks, which: Which, work: Callable[[T], T], carry: T) -
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageExecutor:
     """One stage of a schedule; created and used inside the shard_map."""
 
     schedule: Schedule
@@ -349,8 +349,8 @@ class Stage:
 
         return self.in_chunk(loop, self.schedule.forward, chunk, run_layers, (x, c.rings))
 
-    def in_chunk[T](self, loop: TickLoop, kind: Work, chunk: Array, work: Callable[[Array | int, T], T], carry: T) -> T:
-        """work(chunk, carry) of the chunk, or `carry` if it is -1. kind: the kind of work in the schedule.
+    def in_chunk[T](self, loop: TickLoop, kind: StageWork, chunk: Array, run: Callable[[Array | int, T], T], c: T) -> T:
+        """run(chunk, c) of the chunk, or `c` if it is -1. kind: the kind of work in the schedule.
 
         Each chunk is a loop of one iteration or none: the compiler updates the carry of loops in place, and copies that
         of branches. More chunks than MOST_LOOPS share one loop, in which the number of the chunk is data.
@@ -358,14 +358,14 @@ class Stage:
         if self.schedule.chunks > MOST_LOOPS:
             iterations, index = (chunk >= 0).astype(jnp.int32), jnp.maximum(chunk, 0)
             with jax.named_scope(loop.runs(kind, None)):
-                return lax.fori_loop(0, iterations, lambda _, carry: work(index, carry), carry)
+                return lax.fori_loop(0, iterations, lambda _, c: run(index, c), c)
         for number in range(self.schedule.chunks):
             if not loop.busy(kind, number).any():
                 continue
             iterations = (chunk == number).astype(jnp.int32)
             with jax.named_scope(loop.runs(kind, number)):
-                carry = lax.fori_loop(0, iterations, lambda _, carry, number=number: work(number, carry), carry)
-        return carry
+                c = lax.fori_loop(0, iterations, lambda _, c, number=number: run(number, c), c)
+        return c
 
     def loss(self, loop: TickLoop, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
         """Loss of `ready`: adds its sums and weight gradients, and returns the gradient of the output."""
@@ -467,7 +467,7 @@ class Stage:
         """The rows of a microbatch; of the first one for an idle stage."""
         return entry(self.batch, jnp.maximum(microbatch, 0))
 
-    def entry(self, work: Work, tick: Array) -> tuple[Array, Array, Array]:
+    def entry(self, work: StageWork, tick: Array) -> tuple[Array, Array, Array]:
         """(microbatch or -1, chunk, slot) of this stage in a tick."""
         microbatch, chunk, slot = (jnp.asarray(table)[tick, self.index] for table in work)
         return microbatch, chunk, slot

@@ -18,8 +18,9 @@ import numpy as np
 from jax import Array
 
 from megajax.batch import Params, Rows
+from megajax.layers.context import Context
 from megajax.layers.stack.config import Pattern, split_patterns
-from megajax.layers.stack.spans import PerChunk, Place, Span
+from megajax.layers.stack.spans import BlockRows, PerChunk, Span
 from megajax.layers.stack.stack import Stack
 
 type Sums = Any
@@ -34,17 +35,17 @@ class StagedSection(NamedTuple):
 
     path: str
     """Path of its stacked weights in the model, ending with a dot."""
-    context: Callable[[Rows], Any]
+    context: Callable[[Rows], Context]
     """rows -> the inputs of layers other than activations; not differentiated."""
     embed: Callable[[Params, Rows], Array]
     """(shared, rows) -> embeddings [B, S, D], computed jointly by all stages; equal on all, as is the cotangent."""
-    enter: Callable[[Params, Array, Any, Array | None], Array]
+    enter: Callable[[Params, Array, Context, Array | None], Array]
     """(shared, embeddings, context, output of the previous section, if any) -> input of the first layer [B, S, D]."""
     spans: Sequence[Span]
     """The layers of a chunk."""
     common: Callable[[Params], Params]
     """shared -> the weights that every layer uses, by their paths in `shared`."""
-    leave: Callable[[Params, Array, Any, Array | None], Array] | None
+    leave: Callable[[Params, Array, Context, Array | None], Array] | None
     """(shared, output of the last layer, context, output of the previous section, if any) -> input of the next section;
     None for the last section."""
 
@@ -146,7 +147,7 @@ def _spans_of_segments(stack: Stack, chunks: Sequence[range]) -> list[Span]:
         counts, places = np.array(repeats), []
         for number, block in enumerate(pattern):
             start = rows_used[:, block] + pattern[:number].count(block)
-            places.append(Place(block, _collapse(start), pattern.count(block), rows[block]))
+            places.append(BlockRows(block, _collapse(start), pattern.count(block), rows[block]))
         ring, before = rings.setdefault(pattern, len(rings)), offsets.get(pattern, 0 * counts)
         unit, varying = stack.unit(pattern, stack.recomputing.policy()), (_collapse(layer), _collapse(counts))
         spans.append(Span(0, 1, unit, 1, tuple(places), *varying, ring, _collapse(before)))
@@ -162,7 +163,7 @@ def _collapse(values: np.ndarray) -> PerChunk:
     return int(values[0]) if (values == values[0]).all() else values.astype(np.int32)
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """Consecutive layers in every chunk of a pipeline."""
 
     pattern: Pattern
@@ -170,7 +171,7 @@ class Run(NamedTuple):
     """Repeats in each chunk; 0: the chunk has no such layers."""
 
 
-def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
+def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[LayerRun, ...]:
     """Runs that give every chunk with its own counts, with the smallest total length of patterns found.
 
     Candidates are the patterns of each chunk and those of all chunks joined; the runs of the chunks are merged by
@@ -183,7 +184,7 @@ def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
     return min(candidates, key=lambda runs: (sum(len(run.pattern) for run in runs), len(runs)))
 
 
-def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[Run, ...]:
+def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[LayerRun, ...]:
     merged: list[Pattern] = []
     for chunk in sorted(chunks, key=len, reverse=True):
         merged = _supersequence(merged, [pattern for pattern, _ in chunk])
@@ -194,7 +195,7 @@ def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[Run, ...]:
             place = merged.index(pattern, place + 1)
             counts[number][place] = count
     return tuple(
-        Run(pattern, tuple(repeats)) for pattern, repeats in zip(merged, zip(*counts, strict=True), strict=True)
+        LayerRun(pattern, tuple(repeats)) for pattern, repeats in zip(merged, zip(*counts, strict=True), strict=True)
     )
 
 

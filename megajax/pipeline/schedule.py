@@ -22,7 +22,7 @@ from megajax.config.errors import ConfigError, Problem
 from megajax.config.hints import did_you_mean, either
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """One kind of work, three int32 [T, P] arrays.
 
     An idle entry has microbatch -1, chunk 0 and a slot that is not in use. An executor may therefore run it like any
@@ -74,8 +74,8 @@ class Schedule:
     """Maximum number of outputs of the last chunk that wait for their loss; 0 if each loss follows its forward."""
     phases: tuple[Phase, ...]
     """All ticks, in order."""
-    forward: Work
-    backward: Work
+    forward: StageWork
+    backward: StageWork
     embed: np.ndarray
     """Int32 [T]: microbatch to embed for stage 0, before the tick's forward; -1 for none."""
     head: np.ndarray
@@ -225,7 +225,7 @@ def assemble(name: str, *, forward: np.ndarray, backward: np.ndarray, loss_wait:
     return schedule
 
 
-def entering(work: Work, stage: int, chunk: int) -> np.ndarray:
+def entering(work: StageWork, stage: int, chunk: int) -> np.ndarray:
     """Microbatch of a chunk of a stage in each tick, int32 [T]; -1 for none."""
     return np.where(work.chunk[:, stage] == chunk, work.microbatch[:, stage], np.int32(-1))
 
@@ -254,22 +254,22 @@ def _assign(first: np.ndarray, last: np.ndarray, ticks: int) -> tuple[np.ndarray
     return slots, idle
 
 
-def _table(when: np.ndarray, slot: np.ndarray, ticks: int) -> Work:
+def _table(when: np.ndarray, slot: np.ndarray, ticks: int) -> StageWork:
     i, c, s = np.indices(when.shape)
     shape = (ticks, when.shape[2])
-    work = Work(np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32))
+    work = StageWork(np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32))
     for array, values in zip(work, (i, c, slot), strict=True):
         array[when, s] = values
     return work
 
 
-def _phases(tables: list[Work]) -> tuple[Phase, ...]:
+def _phases(tables: list[StageWork]) -> tuple[Phase, ...]:
     kinds = np.stack([(work.microbatch >= 0).any(axis=1) for work in tables], axis=1)
     borders = [0, *(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1).tolist(), len(kinds)]
     return tuple(Phase(start, stop, *kinds[start].tolist()) for start, stop in pairwise(borders))
 
 
-def _idle_slots(forward: Work, free: np.ndarray, phases: tuple[Phase, ...], slots: int) -> bool:
+def _idle_slots(forward: StageWork, free: np.ndarray, phases: tuple[Phase, ...], slots: int) -> bool:
     """Assigns unused slots to idle forwards, in phases with forwards; returns whether one needs the spare slot."""
     runs = np.zeros(len(free), bool)
     for phase in phases:

@@ -12,8 +12,8 @@ So no activation waits longer than in ticks with one after the other: schedule a
 import numpy as np
 from jax import Array, lax
 
-from megajax.pipeline.executor import Carry, Stage, TickLoop, tick_loops
-from megajax.pipeline.layer_loop import Pass
+from megajax.pipeline.executor import Carry, StageExecutor, TickLoop, tick_loops
+from megajax.pipeline.layer_forward_backward import Pass
 from megajax.pipeline.schedule import Schedule
 
 
@@ -24,7 +24,7 @@ def full_ticks(schedule: Schedule) -> range:
     return range(int(ticks[0]), int(ticks[-1]) + 1) if ticks.size else range(0)
 
 
-class SideBySide(Stage):
+class SideBySide(StageExecutor):
     """A stage of a schedule with one chunk per stage, whose losses wait (`loss_wait=1`), and layers of one kind."""
 
     def loops(self) -> list[TickLoop]:

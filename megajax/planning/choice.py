@@ -9,10 +9,9 @@ from megajax.config.dump import flatten
 from megajax.config.errors import Problem
 from megajax.layers.moe.config import MoEConfig
 from megajax.layers.recompute import Recompute, Recomputing, format_recompute
-from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ContextStrategy
 from megajax.models.facts import demand_facts
-from megajax.planning.cost.estimate import Case
+from megajax.models.protocol import ModelConfig
 from megajax.training.run_config import RunConfig
 
 
@@ -75,6 +74,11 @@ class Choice:
         )
 
     @property
+    def rows(self) -> str:
+        """Of a microbatch, for example "1 x 2 side by side"."""
+        return f"{self.micro_size}{' x 2 side by side' * (self.side_by_side > 1)}"
+
+    @property
     def details(self) -> str:
         """For example "zero1, 2 rows, recompute full"."""
         chunks = f", experts in {self.dispatch_chunks} chunks" * (self.dispatch_chunks > 1)
@@ -95,14 +99,13 @@ class Choice:
         fields |= {"data": cfg.parallel.data_size(devices), "micro_size": cfg.batch.micro_size}
         fields["side_by_side"] = cfg.batch.side_by_side
         fields |= {"recompute": recomputing.recompute, "recompute_layers": recomputing.layers}
-        fields["dispatch_chunks"] = max((mlp.dispatch.chunks for mlp in mixtures(cfg)), default=1)
+        fields["dispatch_chunks"] = max((mlp.dispatch.chunks for mlp in mixtures(cfg.model)), default=1)
         return cls(**fields, offload=cfg.optimizer.offload)
 
 
-def mixtures(cfg: RunConfig) -> list[MoEConfig]:
-    """The layers with experts of a model with one stack; of other models, none."""
-    blocks = getattr(cfg.model, "stack", StackConfig(pattern=(), repeats=1)).pattern
-    return [block.mlp for block in blocks if isinstance(block.mlp, MoEConfig)]
+def mixtures(model: ModelConfig) -> list[MoEConfig]:
+    """The layers with experts of a model's last section."""
+    return [block.mlp for block in model.stack.pattern if isinstance(block.mlp, MoEConfig)]
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "context", "context_strategy", "data_sharding",
@@ -133,7 +136,7 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
     recomputed = recomputing.recomputed_parts()
     offload = () if choice.recompute == "none" else tuple(part for part in before.offload if part not in recomputed)
     model = model.with_recomputing(replace(recomputing, offload=offload))
-    if any(mlp.dispatch.chunks != choice.dispatch_chunks for mlp in mixtures(cfg)):
+    if any(mlp.dispatch.chunks != choice.dispatch_chunks for mlp in mixtures(cfg.model)):
         model = _with_dispatch_chunks(model, choice.dispatch_chunks)
     return cfg.but(
         parallel=parallel,
@@ -156,16 +159,17 @@ def _with_dispatch_chunks(model: Any, chunks: int) -> Any:
 
 
 def problems(cfg: RunConfig, devices: int) -> list[Problem]:
-    """Problems of a config with a choice in it; only the parts that a choice changes are checked."""
-    parallel = [replace(problem, setting=f"parallel.{problem.setting}") for problem in cfg.parallel.problems()]
-    model = [replace(problem, setting=f"model.{problem.setting}") for problem in cfg.model.problems()]
+    """Problems of a layout on a number of devices; only the parts that a choice of layout changes are checked."""
+    for name, part in {"parallel": cfg.parallel, "model": cfg.model, "batch": cfg.batch}.items():
+        if part_problems := [replace(problem, setting=f"{name}.{problem.setting}") for problem in part.problems()]:
+            return part_problems
     # The layout as it is written, not what parallel.elastic would make of it.
-    return parallel or model or cfg.but(parallel=replace(cfg.parallel, elastic=False)).problems(devices)
+    return cfg.but(parallel=replace(cfg.parallel, elastic=False)).problems(devices)
 
 
-def refusal(case: Case) -> str:
+def refusal(cfg: RunConfig, devices: int) -> str:
     """The first of the `problems`, in one line; empty if there are none."""
-    return "".join(f"{problem.setting}: {problem.message}" for problem in problems(case.cfg, case.cluster.devices)[:1])
+    return "".join(f"{problem.setting}: {problem.message}" for problem in problems(cfg, devices)[:1])
 
 
 def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
@@ -177,7 +181,7 @@ def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
 def settings(changed: Mapping[str, Any]) -> list[str]:
     """Changed settings as on a command line, such as "parallel.tensor=4"."""
 
-    def text(value: Any) -> str:
+    def text(value: object) -> str:
         if isinstance(value, list):
             return ",".join(map(text, value))
         return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

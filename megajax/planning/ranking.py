@@ -9,9 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,22 +21,23 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
-from megajax.compiled.gpus import GIB
-from megajax.config.dump import to_yaml
+from megajax.config.config_files import SHIPPED, find, split_source
+from megajax.config.dump import diff, to_yaml
 from megajax.config.errors import UserError
-from megajax.config.files import SHIPPED, find, split_source
 from megajax.display.banner import Report, Table
 from megajax.display.text import duration
-from megajax.metrics.runfolder import write_output_file
+from megajax.metrics.run_folder import write_output_file
 from megajax.planning.choice import Choice, changes, refusal, settings
+from megajax.planning.compiled.devices import GIB
 from megajax.planning.cost.estimate import SPEED_AND_RANGE, Case, to_dict
-from megajax.planning.search import HEADROOM, Entry, Group, Task, explore, rank, ranked, rounded, search
+from megajax.planning.search import HEADROOM, LayoutGroup, RankedLayout, Task, explore, rank, ranked, search
 from megajax.planning.show import FIGURES, cells
 
 MAX_TRIES = 3
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
 SIMPLER = 0.03
 """A simpler layout is taken if its step is at most this share longer: less than the cost model can tell apart."""
+RANKING = f"best layouts: of those within {SIMPLER:.0%} of the fastest and no slower than as given, the simplest first"
 LISTED = 5
 """Layouts in the table."""
 
@@ -60,7 +62,7 @@ def compile_layout(program: Sequence[str], case: Case) -> Figures:
         return {key: plan[key] for key in ("peak_gib", "fits", *SPEED_AND_RANGE)}
 
 
-class Cache:
+class CompiledFigures:
     """Figures of compiled layouts; with a path, kept in a file from which an interrupted search goes on."""
 
     def __init__(self, path: Path | None = None, fingerprint: str = ""):
@@ -89,18 +91,21 @@ class Cache:
 
 def compile_best(
     task: Task,
-    entries: Sequence[Entry],
+    entries: Sequence[RankedLayout],
     number: int,
-    cache: Cache,
+    cache: CompiledFigures,
     compiler: Callable[[Case], Figures],
     advance: Callable[[], None] = lambda: None,
+    current: Choice | None = None,
 ) -> None:
     """Compile layouts until `number` of them fit, at most MAX_TRIES times as many; none that is in the cache.
 
-    The first is the fastest by formula, then simpler ones come first, without those that programs like theirs have
-    shown to be too large.
+    The first is the fastest by formula, the second the config as given, which the others must beat; then simpler ones
+    come first, without those that programs like theirs have shown to be too large.
     """
-    waiting = list(dict.fromkeys([*entries[:1], *sorted(entries, key=order_among(entries))]))
+    as_given = [entry for entry in entries if entry.choice == current]
+    simplest = sorted(entries, key=Standing(entries, current=current).order)
+    waiting = list(dict.fromkeys([*entries[:1], *as_given, *simplest]))
     tried = fitting = 0
     with ThreadPoolExecutor(max(1, min(number, os.cpu_count() or 1))) as pool:
         while fitting < number and tried < MAX_TRIES * number:
@@ -119,18 +124,45 @@ def compile_best(
             fitting += sum((cache.get(choice) or {"fits": False})["fits"] for choice in batch)
 
 
-def order_among(entries: Sequence[Entry]) -> Callable[[Entry], tuple]:
-    """Sort key: first those that are within SIMPLER of the fastest, from the simplest on; then by time."""
-    least = min((entry.step_seconds for entry in entries), default=0.0)
-    return lambda entry: _order(entry, entry.step_seconds, least, entry.peak)
+@dataclass(frozen=True)
+class Standing:
+    """The order of layouts, and how far each is behind: programs are compared with programs, formulas with formulas."""
+
+    entries: Sequence[RankedLayout]
+    """That fit, as far as is known."""
+    cache: CompiledFigures = field(default_factory=CompiledFigures)
+    current: Choice | None = None
+    """The layout of the config as given."""
+
+    @cached_property
+    def by_formula(self) -> dict[Choice, float]:
+        """Seconds of a step."""
+        return {entry.choice: entry.step_seconds for entry in self.entries}
+
+    @cached_property
+    def by_program(self) -> dict[Choice, float]:
+        """Seconds of a step of the layouts that are compiled."""
+        programs = {choice: self.cache.get(choice) for choice in self.by_formula}
+        return {choice: program["step_seconds"] for choice, program in programs.items() if program is not None}
+
+    def slowdown(self, choice: Choice, seconds: float) -> float:
+        """How much longer a step takes than the fastest of its kind. seconds: by formula."""
+        times = self.by_program if choice in self.by_program else self.by_formula
+        return times.get(choice, seconds) / min(times.values(), default=seconds) - 1
+
+    def order(self, entry: RankedLayout) -> tuple:
+        """Sort key: compiled ones first; the config as given if none is faster; then those within SIMPLER of the
+        fastest that are no slower than it, from the simplest on; then by time."""
+        choice, compiled = entry.choice, entry.choice in self.by_program
+        behind = self.slowdown(choice, entry.step_seconds)
+        times = self.by_program if {choice, self.current} <= self.by_program.keys() else self.by_formula
+        close = behind <= SIMPLER and times[choice] <= times.get(self.current, inf)
+        fastest = choice == self.current and round(behind, 3) <= 0
+        simplest = choice.complexity if close else ()
+        return not compiled, not fastest, not close, simplest, round(behind, 3), rank(entry)[1], entry.peak
 
 
-def _order(entry: Entry, seconds: float, least: float, peak: float) -> tuple:
-    close = seconds <= least * (1 + SIMPLER)
-    return not close, entry.choice.complexity if close else (), rounded(seconds), rank(entry)[1], peak
-
-
-def likely(task: Task, cache: Cache, entries: Sequence[Entry]) -> list[Entry]:
+def likely(task: Task, cache: CompiledFigures, entries: Sequence[RankedLayout]) -> list[RankedLayout]:
     """Those that fit if their programs exceed the formula as much as compiled ones of their family did."""
     excess: dict[tuple[bool, ...], float] = {}
     for entry in entries:
@@ -141,10 +173,10 @@ def likely(task: Task, cache: Cache, entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.peak * excess.get(entry.choice.family, 1.0) <= usable]
 
 
-class Row(NamedTuple):
+class RankedPlan(NamedTuple):
     """A layout in the table; its figures are those of the compiled program, or by formula."""
 
-    entry: Entry
+    entry: RankedLayout
     figures: Figures
     compiled: bool
 
@@ -154,10 +186,10 @@ class Result:
     """The result of a search."""
 
     task: Task
-    groups: Sequence[Group]
-    rows: Sequence[Row]
+    groups: Sequence[LayoutGroup]
+    rows: Sequence[RankedPlan]
     """The best LISTED layouts."""
-    cache: Cache
+    standing: Standing
     rejected: Sequence[tuple[Choice, Figures]]
     """Layouts whose compiled program does not fit, or that the compiler refused."""
     seconds: float
@@ -167,16 +199,16 @@ class Result:
     def best(self) -> Choice:
         return self.rows[0].entry.choice
 
-    def slowdown(self, row: Row) -> float:
-        """How much longer a step takes than with the best: by their programs if both are compiled, else by formula."""
-        return self._slowdown(row.entry.choice, row.entry.step_seconds)[0]
-
-    def _slowdown(self, choice: Choice, seconds: float) -> tuple[float, bool]:
-        """The same, and whether it is by programs. seconds: by formula."""
-        best, programs = self.rows[0], [self.cache.get(layout) or {} for layout in (choice, self.best)]
-        if all("step_seconds" in program for program in programs):
-            return programs[0]["step_seconds"] / programs[1]["step_seconds"] - 1, True
-        return seconds / best.entry.step_seconds - 1, False
+    @property
+    def conclusion(self) -> str:
+        """Whether to keep the config as given."""
+        seconds = self.standing.by_formula.get(self.task.current)
+        if seconds is None:
+            return "the config as given cannot be used: see below"
+        if (behind := round(self.standing.slowdown(self.task.current, seconds), 3)) <= 0:
+            return "as given is already the fastest"
+        keep = ", and no layout that beats it is simpler: keep it" * (self.best == self.task.current)
+        return f"as given is {behind:.1%} behind the fastest{keep}"
 
     def tally(self) -> dict[str, int]:
         """Numbers of layouts: tried, refused by rules, too large, estimated."""
@@ -204,7 +236,7 @@ class Result:
                     "usable_gib": self.task.case.usable_gib,
                     "formula_peak_gib": row.entry.peak / GIB,
                     "formula_step_seconds": row.entry.step_seconds,
-                    "slower": self.slowdown(row),
+                    "slower": self.standing.slowdown(row.entry.choice, row.entry.step_seconds),
                 }
                 for row in self.rows
             ],
@@ -220,17 +252,13 @@ class Result:
         if (1, 1) in groups and all(task.fixed.get(name, value) == value for name, value in pure.items()):
             fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1))
         tensor = max((tensor for tensor, pipeline in groups if pipeline == 1), default=task.case.cluster.per_node)
-        initial = replace(Choice.of(task.case.cfg, task.devices), **task.fixed)
-        if "data" not in task.fixed and task.case.cfg.parallel.data is None:
-            replica = initial.tensor * initial.pipeline * initial.expert * initial.context
-            initial = replace(initial, data=max(1, task.devices // replica))
         return [
             ("pure FSDP", self._group_verdict(fsdp)),
             (f"tensor {tensor} without a pipeline", self._group_verdict(groups.get((tensor, 1)))),
-            (f"the config as given ({initial.layout})", self._verdict(initial)),
+            (f"the config as given ({task.current.layout})", self._verdict(task.current)),
         ]
 
-    def _group_verdict(self, group: Group | None) -> str:
+    def _group_verdict(self, group: LayoutGroup | None) -> str:
         """The verdict on the best layout of a group, or on its smallest if none fits."""
         if group is None:
             fixed = self.task.fixed_text()
@@ -240,19 +268,21 @@ class Result:
         return f"refused: {group.refusals.most_common(1)[0][0]}" if group.refusals else "not tried"
 
     def _verdict(self, choice: Choice) -> str:
-        """How much slower a layout is than the best, by formula, or why it can't be used."""
+        """How much slower a layout is than the fastest, or why it can't be used."""
         task, case = self.task, self.task.with_choice(choice)
         if choice == self.best:
-            return "is the best"
-        if reason := refusal(case):
+            return "is the best" if choice != task.current else self.conclusion
+        if reason := refusal(case.cfg, case.cluster.devices):
             return f"refused: {reason}"
         if (memory := case.estimate.memory).peak > task.limit:
             return f"does not fit: {memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
-        if (compiled := self.cache.get(choice)) is not None and not compiled["fits"]:
+        if choice not in self.standing.by_formula and self.standing.cache.get(choice) is not None:
             return f"does not fit: see below ({choice.details})"
-        slowdown, by_programs = self._slowdown(choice, case.estimate.step_seconds)
-        by = "" if by_programs else " by formula"
-        return f"{abs(slowdown):.1%} {'slower' if slowdown >= 0 else 'faster'}{by} ({choice.details})"
+        slowdown = self.standing.slowdown(choice, case.estimate.step_seconds)
+        if slowdown < 0:
+            return f"likely does not fit: programs like its own exceed the formula for memory ({choice.details})"
+        by = "" if choice in self.standing.by_program else " by formula"
+        return f"{slowdown:.1%} slower than the fastest{by} ({choice.details})"
 
     def report(self, commands: Sequence[str]) -> Report:
         """The best layouts, the well-known and the rejected ones, and how to use the best."""
@@ -267,68 +297,72 @@ class Result:
         for choice, figures in self.rejected:
             reason = figures.get("error") or f"compiled: {figures['peak_gib']:.1f} of {usable:.1f} GiB"
             verdicts.append((f"{choice.layout}, {choice.details}", reason))
-        columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "by", "slower", *FIGURES)
-        rows = []
+        columns = ("", "layout", "data sharding", "sequence", "rows", "recompute", "by", "slower", *FIGURES)
+        rows, task = [], self.task
+        differing = [("", line) for line in diff(task.config(task.current), task.config(self.best))]
         for place, row in enumerate(self.rows, 1):
             choice, sequence = row.entry.choice, "yes" if row.entry.choice.sequence else "no"
-            settings = [choice.layout, choice.sharding, sequence, str(choice.micro_size), choice.recomputing]
-            slowdown = "" if place == 1 else f"{round(self.slowdown(row), 3) + 0.0:+.1%}"  # never -0.0%
+            settings = [choice.layout, choice.sharding, sequence, choice.rows, choice.recomputing]
+            behind = round(self.standing.slowdown(choice, row.entry.step_seconds), 3)
+            slowdown = f"{behind:+.1%}" if behind > 0 else ""
             source = "compiler" if row.compiled else "formula"
             rows.append([str(place), *settings, source, slowdown, *cells(row.figures)])
         return Report(
             f"search for {self.task.devices} x {self.task.case.cluster.device.name}",
             [
                 ("searched", searched),
-                Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
+                Table(RANKING, columns, rows, (1, 2, 3, 4, 5, 6)),
+                ("conclusion", [("", self.conclusion)]),
                 Table("not chosen", ("layout", "verdict"), verdicts, (0, 1)),
+                *[("the best differs from the config as given in", differing)] * bool(differing),
                 ("to use the best", [("", line) for line in commands]),
             ],
         )
 
 
-def find_best(task: Task, cache: Cache, number: int, compiler: Callable[[Case], Figures]) -> Result:
+def find_best(task: Task, cache: CompiledFigures, number: int, compiler: Callable[[Case], Figures]) -> Result:
     """Search, compile `number` of the best layouts, and rank them. Raises UserError if nothing fits."""
     started, console, groups = time.monotonic(), Console(stderr=True), []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         for group in bar.track(search(task), total=len(task.groups()), description="layouts"):
             groups.append(group)
         seconds = time.monotonic() - started
-        entries = ranked(groups)
+        entries = with_current(task, ranked(groups))
         if number and entries:
             progress = bar.add_task("compiled", total=number)
             # Programs for virtual GPU devices have no host memory to offload moments to.
             compilable = [entry for entry in entries if not entry.choice.offload]
-            compile_best(task, compilable, number, cache, compiler, lambda: bar.advance(progress))
-    used = cache if number else Cache()
-    rows, rejected = rank_rows(task, entries, used)
+            compile_best(task, compilable, number, cache, compiler, lambda: bar.advance(progress), task.current)
+    rows, rejected, standing = rank_rows(task, entries, cache if number else CompiledFigures())
     if rejected and not any(row.compiled for row in rows):
         raise UserError(_no_program_fits(task, rejected))
     if not rows:
         raise UserError(_nothing_fits(task, groups))
     times = {"seconds": seconds, "compile_seconds": time.monotonic() - started - seconds}
-    return Result(task=task, groups=groups, rows=rows, cache=used, rejected=rejected, **times)
+    return Result(task=task, groups=groups, rows=rows, standing=standing, rejected=rejected, **times)
 
 
-def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Figures]]]:
-    """The best LISTED layouts, compiled ones first and by their programs; and those whose program does not fit."""
-    rows, rejected, by_formula, fits = [], [], 0, {*likely(task, cache, entries)}
-    for entry in sorted(entries, key=order_among(entries)):
-        compiled = cache.get(entry.choice)
-        if compiled is not None and not compiled["fits"]:
-            rejected.append((entry.choice, compiled))
-        elif compiled is not None:
-            rows.append(Row(entry, compiled, True))
-        elif by_formula < LISTED and entry in fits:
-            by_formula += 1
-            rows.append(Row(entry, to_dict(task.with_choice(entry.choice).estimate), False))
-    least = min((row.figures["step_seconds"] for row in rows if row.compiled), default=0.0)
+def with_current(task: Task, entries: Sequence[RankedLayout]) -> list[RankedLayout]:
+    """Entries, fastest first, with that of the config as given if it fits: a search might not try its layout."""
+    return sorted({*entries, *LayoutGroup((0, 0)).entries(task, task.current)}, key=rank)
 
-    def order(row: Row) -> tuple:
-        if not row.compiled:
-            return True, *order_among(entries)(row.entry)
-        return False, *_order(row.entry, row.figures["step_seconds"], least, row.figures["peak_gib"])
 
-    return sorted(rows, key=order)[:LISTED], rejected
+def rank_rows(
+    task: Task, entries: Sequence[RankedLayout], cache: CompiledFigures
+) -> tuple[list[RankedPlan], list[tuple[Choice, Figures]], Standing]:
+    """The best LISTED layouts; those whose program does not fit; and the standing of all others."""
+    programs = {entry.choice: cache.get(entry.choice) for entry in entries}
+    rejected = [(choice, program) for choice, program in programs.items() if program and not program["fits"]]
+    # A program that fits does so whatever others like it take.
+    fitting = {entry for entry in entries if (programs[entry.choice] or {"fits": False})["fits"]}
+    fitting |= {entry for entry in likely(task, cache, entries) if programs[entry.choice] is None}
+    standing = Standing([entry for entry in entries if entry in fitting], cache, task.current)
+    rows = []
+    for entry in sorted(fitting, key=standing.order)[:LISTED]:
+        program = programs[entry.choice]
+        figures = to_dict(task.with_choice(entry.choice).estimate) if program is None else program
+        rows.append(RankedPlan(entry, figures, program is not None))
+    return rows, rejected, standing
 
 
 def _no_program_fits(task: Task, rejected: Sequence[tuple[Choice, Figures]]) -> str:
@@ -343,7 +377,7 @@ def _no_program_fits(task: Task, rejected: Sequence[tuple[Choice, Figures]]) -> 
     )
 
 
-def _nothing_fits(task: Task, groups: Sequence[Group]) -> str:
+def _nothing_fits(task: Task, groups: Sequence[LayoutGroup]) -> str:
     """The error message where no layout fits."""
     fixed, fewer = (f" with {task.fixed_text()}", ", or fix fewer settings") if task.fixed else ("", "")
     target = f"{task.devices} x {task.case.cluster.device.name}{fixed}"
@@ -408,7 +442,7 @@ def cheapest(case: Case, limit_gib: float) -> list[Case]:
     """
     now = asdict(Choice.of(case.cfg, case.cluster.devices))
 
-    def entries_with(*kind: str) -> list[Entry]:
+    def entries_with(*kind: str) -> list[RankedLayout]:
         fixed = {name: value for name, value in now.items() if name not in kind}
         return ranked(search(Task(case, fixed, limit_gib)))
 
@@ -432,7 +466,8 @@ def advice(case: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> 
     for change in cheapest(case, case.usable_gib * (1 - margin) - excess_gib):
         names, step = settings(changes(case.cfg, change.cfg)), change.estimate
         figures = f"{step.memory.peak_gib + excess_gib:.2f}", f"{step.step_seconds:.3f}"
-        slowdown = f"{step.step_seconds / case.estimate.step_seconds - 1:+.1%}"
-        rows.append((" ".join(f"--{word}" for word in names), *figures, slowdown))
+        slowdown = step.step_seconds / case.estimate.step_seconds - 1
+        than_now = f"{abs(slowdown):.1%} {'slower' if slowdown >= 0 else 'faster'}"
+        rows.append((" ".join(f"--{word}" for word in names), *figures, than_now))
     rows = rows or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
-    return Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), rows)
+    return Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "than as given"), rows)

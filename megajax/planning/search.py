@@ -14,13 +14,13 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import Any
 
-from megajax.compiled.gpus import GIB
 from megajax.config.dump import plain
 from megajax.config.errors import UserError
 from megajax.config.hints import divisors_of
 from megajax.layers.recompute import SELECTIVE, Recompute, Recomputing
 from megajax.mesh.config import ContextStrategy
 from megajax.planning.choice import Choice, apply, mixtures, refusal
+from megajax.planning.compiled.devices import GIB
 from megajax.planning.cost.estimate import Case
 from megajax.planning.cost.memory import footprint
 from megajax.training.run_config import RunConfig
@@ -74,6 +74,16 @@ class Task:
         """Bytes that a layout may take by formula."""
         usable = self.case.usable_gib * (1 - HEADROOM)
         return GIB * (usable if self.limit_gib is None else self.limit_gib)
+
+    @property
+    def current(self) -> Choice:
+        """The layout of the config as given, with the fixed settings; it may break rules or be too large."""
+        choice = replace(Choice.of(self.case.cfg, self.devices), **self.fixed)
+        if "data" in self.fixed or self.case.cfg.parallel.data is not None:
+            return choice
+        return replace(
+            choice, data=max(1, self.devices // (choice.tensor * choice.pipeline * choice.expert * choice.context))
+        )
 
     def with_choice(self, choice: Choice) -> Case:
         return replace(self.case, cfg=apply(choice, self.case.cfg))
@@ -158,7 +168,7 @@ class Task:
 
     def _dispatch_chunks(self) -> Sequence[int]:
         """Chunks of the dispatch; those of the config where tokens may be dropped: which ones depends on it."""
-        layers = mixtures(self.case.cfg)
+        layers = mixtures(self.case.cfg.model)
         now = Choice.of(self.case.cfg, self.devices).dispatch_chunks
         free = layers and all(mlp.dispatch.room is None for mlp in layers)
         return sorted({now, *DISPATCH_CHUNKS}) if free else [now]
@@ -217,7 +227,7 @@ def divisors(number: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RankedLayout:
     """A layout with its figures by formula."""
 
     choice: Choice
@@ -228,13 +238,13 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Group:
+class LayoutGroup:
     """Result for one (tensor, pipeline)."""
 
     place: Place
-    best: list[Entry] = field(default_factory=list)
+    best: list[RankedLayout] = field(default_factory=list)
     """Fastest first; layouts of one kind appear once."""
-    smallest: Entry | None = None
+    smallest: RankedLayout | None = None
     refusals: Counter[str] = field(default_factory=Counter)
     """Reason -> number of layouts."""
     too_large: int = 0
@@ -243,30 +253,30 @@ class Group:
     def fits(self, task: Task, choice: Choice) -> bool:
         """Whether the rules allow a choice and it fits; otherwise it is counted."""
         case = task.with_choice(choice)
-        if reason := refusal(case):
+        if reason := refusal(case.cfg, case.cluster.devices):
             self.refusals[reason] += 1
             return False
         peak = footprint(case.described).peak
         if self.smallest is None or peak < self.smallest.peak:
-            self.smallest = Entry(choice, 0.0, peak)
+            self.smallest = RankedLayout(choice, 0.0, peak)
         self.too_large += peak > task.limit
         return peak <= task.limit
 
-    def entries(self, task: Task, choice: Choice) -> list[Entry]:
+    def entries(self, task: Task, choice: Choice) -> list[RankedLayout]:
         """The choice with its figures, if it fits and the rules allow it; otherwise it is only counted."""
         case = task.with_choice(choice)
         peak = footprint(case.described).peak
         if peak > task.limit:
             self.too_large += 1
             return []
-        if reason := refusal(case):
+        if reason := refusal(case.cfg, case.cluster.devices):
             self.refusals[reason] += 1
             return []
         self.estimated += 1
-        return [Entry(choice, case.estimate.step_seconds, peak)]
+        return [RankedLayout(choice, case.estimate.step_seconds, peak)]
 
 
-def search(task: Task) -> Iterator[Group]:
+def search(task: Task) -> Iterator[LayoutGroup]:
     """All groups. Raises UserError if the fixed settings leave none."""
     places = task.groups()
     if not places:
@@ -277,9 +287,9 @@ def search(task: Task) -> Iterator[Group]:
     yield from (explore(task, place) for place in places)
 
 
-def explore(task: Task, place: Place) -> Group:
+def explore(task: Task, place: Place) -> LayoutGroup:
     """Search one group. Moments are offloaded only if none of its layouts fits without."""
-    group = Group(place)
+    group = LayoutGroup(place)
     entries = [*_fitting(task, group, [task.fixed.get("offload", 0.0)])]
     if not entries and "offload" not in task.fixed and group.smallest is not None:
         entries = [*_fitting(task, group, OFFLOADS)]
@@ -290,25 +300,20 @@ def explore(task: Task, place: Place) -> Group:
     return group
 
 
-def _best_of_kinds(entries: Iterable[Entry]) -> list[Entry]:
+def _best_of_kinds(entries: Iterable[RankedLayout]) -> list[RankedLayout]:
     """The fastest layouts; those of one kind appear once."""
-    kinds: dict[Choice, Entry] = {}
+    kinds: dict[Choice, RankedLayout] = {}
     for entry in sorted(entries, key=rank):
         kinds.setdefault(entry.choice.kind, entry)
     return list(kinds.values())[:BEST]
 
 
-def rank(entry: Entry) -> tuple[float, int, float]:
-    """Sort key: rounded step time; then the shorter pipeline; then less memory."""
-    return rounded(entry.step_seconds), entry.choice.pipeline * entry.choice.virtual_stages, entry.peak
+def rank(entry: RankedLayout) -> tuple[float, int, float]:
+    """Sort key: step time to three digits, as precise as the model; then the shorter pipeline; then less memory."""
+    return float(f"{entry.step_seconds:.2e}"), entry.choice.pipeline * entry.choice.virtual_stages, entry.peak
 
 
-def rounded(seconds: float) -> float:
-    """Seconds rounded to three digits, the precision of the cost model."""
-    return float(f"{seconds:.2e}")
-
-
-def _fitting(task: Task, group: Group, offloads: Sequence[float]) -> Iterator[Entry]:
+def _fitting(task: Task, group: LayoutGroup, offloads: Sequence[float]) -> Iterator[RankedLayout]:
     """Layouts of a group that fit, with the recompute policies that may be the fastest: of those that fit, no other
     recomputes only a part of the same."""
     too_large: set[Choice] = set()  # without their rows: layouts with more rows are larger
@@ -322,11 +327,11 @@ def _fitting(task: Task, group: Group, offloads: Sequence[float]) -> Iterator[En
         elif group.fits(task, least):
             whole.add(unchunked)
             yield from _with_policies(task, group, least)
-        elif not refusal(task.with_choice(least)):
+        elif not refusal((case := task.with_choice(least)).cfg, case.cluster.devices):
             too_large.add(alike)
 
 
-def _with_policies(task: Task, group: Group, least: Choice) -> Iterator[Entry]:
+def _with_policies(task: Task, group: LayoutGroup, least: Choice) -> Iterator[RankedLayout]:
     """The entries of `_fitting` for one layout."""
     fitting: list[frozenset[str]] = []
     for recompute in task.recomputes():
@@ -343,7 +348,7 @@ def _with_policies(task: Task, group: Group, least: Choice) -> Iterator[Entry]:
             yield from _some_layers(task, choice, group)
 
 
-def _some_layers(task: Task, choice: Choice, group: Group) -> list[Entry]:
+def _some_layers(task: Task, choice: Choice, group: LayoutGroup) -> list[RankedLayout]:
     """The policy on the fewest layers of each chunk with which it fits: memory is linear in their number."""
     stack = task.case.cfg.model.stack
     size, rows = len(stack.pattern), int(task.with_choice(choice).described.towers[-1].rows)
@@ -360,6 +365,6 @@ def _some_layers(task: Task, choice: Choice, group: Group) -> list[Entry]:
     return group.entries(task, some(enough)) if enough < rows else []
 
 
-def ranked(groups: Iterable[Group]) -> list[Entry]:
+def ranked(groups: Iterable[LayoutGroup]) -> list[RankedLayout]:
     """The best layouts of all groups, fastest first."""
     return sorted((entry for group in groups for entry in group.best), key=rank)

@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.compiled.gpus import GIB, MIB, Device
 from megajax.config.dump import diff
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, count, duration
 from megajax.mesh.config import DATA_AXES, devices_over
 from megajax.models.protocol import position_unit
+from megajax.planning.compiled.devices import GIB, MIB, Device
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import CACHE_SHARE, Serving
 

@@ -11,30 +11,28 @@ from typing import Any
 
 import jax
 
-from megajax.compiled import gpus as devices
-from megajax.compiled.audit import audit, largest_arrays
-from megajax.compiled.costs import Costs
-from megajax.compiled.gpus import GIB, GPU, Cluster
-from megajax.compiled.hlo import Collective, Contents, read, rounds
-from megajax.compiled.hlo import Program as HloProgram
-from megajax.compiled.schedule import Scheduled
-from megajax.compiled.timeline import Timeline, timeline
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, duration
-from megajax.kernels.attention.capability import Choice
-from megajax.kernels.attention.capability import Device as KernelDevice
-from megajax.mesh.context_parallelism import ContextSharding
-from megajax.mesh.xla_options import DEVICELESS, Option, compiler_options
+from megajax.kernels.attention.capability import KernelChoice, KernelDevice
+from megajax.mesh.config import ContextSharding
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.models.protocol import ModelConfig
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
+from megajax.planning.compiled import devices as devices
+from megajax.planning.compiled.audit import audit, largest_arrays
+from megajax.planning.compiled.devices import GIB, GPU, Cluster
+from megajax.planning.compiled.hlo import Collective, CompiledProgram, Contents, read, rounds
+from megajax.planning.compiled.instruction_times import InstructionTimes
+from megajax.planning.compiled.scheduled_step import CostScheduler, rows_over_mean
+from megajax.planning.compiled.timeline import Timeline, timeline
 from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed, waiting
+from megajax.planning.resolve import resolve
 from megajax.planning.show import layout, memory_rows, placement, times, traffic_by_class
+from megajax.processes.xla_options import DEVICELESS, Option, compiler_options
 from megajax.training.program import Program
-from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
-from megajax.training.scheduled_step import rows_over_mean
+from megajax.training.step import ScheduleChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +79,7 @@ class TrainPlan:
     compile_seconds: float
     text: str
     """HLO of the compiled program."""
-    scheduled: Scheduled | None = None
+    scheduled: ScheduleChoice | None = None
     """How it was scheduled by the times of the cost model; None: by XLA's own."""
 
     @property
@@ -94,10 +92,10 @@ class TrainPlan:
         return max(1, self.microbatches - 1) if self.schedule is None else 1
 
     @cached_property
-    def costs(self) -> Costs:
+    def costs(self) -> InstructionTimes:
         """Of the instructions of the program."""
         device, _, per_node = self.cluster
-        return Costs(HloProgram.read(self.text), self.mesh, device, per_node, rows_over_mean(self.cfg))
+        return InstructionTimes(CompiledProgram.read(self.text), self.mesh, device, per_node, rows_over_mean(self.cfg))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -129,7 +127,8 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
     resolved = resolve(settings, devices.virtual_devices(cluster), device=kernel_device(cluster.gpu), may_replan=False)
     model, kernels = with_kernels(cfg.model, resolved.kernels)
     cfg, mesh = cfg.but(model=model), resolved.mesh
-    program = Program.of(settings.but(model=model), mesh, resolved.options)
+    settings = settings.but(model=model)
+    program = Program.of(settings, mesh, resolved.options, CostScheduler.of(settings, mesh))
     state, batch = program.state_like(), program.batch_like()
     step: Any = program.train_step  # a jitted function, whose type lacks `lower`
     arguments = bytes_per_device((state.params, state.optimizer))
@@ -183,7 +182,7 @@ def kernel_device(gpu: GPU) -> KernelDevice:
     return KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=devices.CUDNN)
 
 
-def with_kernels(model: ModelConfig, choices: Sequence[Choice[str]]) -> tuple[ModelConfig, dict[str, list[str]]]:
+def with_kernels(model: ModelConfig, choices: Sequence[KernelChoice[str]]) -> tuple[ModelConfig, dict[str, list[str]]]:
     """The model with these kernels instead of `auto`, and a description of each choice."""
     if isinstance(model, ChoosesKernels):
         model = model.with_kernels([choice.kernel for choice in choices])
@@ -195,7 +194,7 @@ def with_kernels(model: ModelConfig, choices: Sequence[Choice[str]]) -> tuple[Mo
     return model, described
 
 
-def bytes_per_device(tree: Any) -> int:
+def bytes_per_device(tree: object) -> int:
     """Bytes on one device of jax.ShapeDtypeStruct leaves with shardings."""
     leaves = jax.tree.leaves(tree)
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

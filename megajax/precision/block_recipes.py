@@ -10,40 +10,47 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.mesh.collectives import LetterSharding, on_each_device, sharded_product
 from megajax.mesh.layer_observations import Observed
 from megajax.mesh.mesh import free_axes
-from megajax.mesh.sharded_product import LetterSharding, on_each_device, sharded_product
-from megajax.precision.blocks import Blocks, Format, dequantize, hadamard, quantize, visible, whole_scale
+from megajax.precision.blocks import (
+    BlockFormat,
+    BlockScaledTensor,
+    dequantize,
+    hadamard,
+    quantize,
+    visible,
+    whole_scale,
+)
 from megajax.precision.config import Fp8BlocksConfig, Mxfp8Config, Nvfp4Config
-from megajax.precision.groups import Groups
-from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, Letters, Tensor, in_order
+from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, Letters, RowGroups, Tensor, in_order
 
 type BlockKernel = Literal["cudnn", "reference"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("blocks",), meta_fields=("form", "tiles", "whole"))
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RoundedRows:
     """An operand: [shared dimensions, other dimensions, K], with the numbers that are summed over last."""
 
-    blocks: Blocks
+    blocks: BlockScaledTensor
     """codes [..., K], scales [..., K / size]; for a tensor in tiles, scales of [shared dimensions, N, K]."""
-    form: Format
+    form: BlockFormat
     tiles: bool
     whole: bool = False
     """Blocks lie on two devices, so each device computes with the whole operand."""
 
-    def flat(self) -> Blocks:
+    def flat(self) -> BlockScaledTensor:
         """In tiles: [shared dimensions, N, K]."""
         if not self.tiles:
             return self.blocks
         codes, scales, whole = self.blocks
-        return Blocks(codes.reshape(*scales.shape[:-2], -1, codes.shape[-1]), scales, whole)
+        return BlockScaledTensor(codes.reshape(*scales.shape[:-2], -1, codes.shape[-1]), scales, whole)
 
     def wide(self, dtype: jnp.dtype) -> Array:
         """The numbers [..., K], without the scale of the whole tensor."""
 
-        def numbers(blocks: Blocks) -> Array:
+        def numbers(blocks: BlockScaledTensor) -> Array:
             return dequantize(blocks, self.form, dtype, tiles=self.tiles)
 
         return self._by(numbers)(self.flat()).reshape(self.blocks.codes.shape)
@@ -51,7 +58,7 @@ class Rows:
     def rows(self) -> tuple[Array, Array]:
         """Codes [..., K] and their scales [..., K / block], with the blocks that hardware has."""
 
-        def repeated(blocks: Blocks) -> Array:
+        def repeated(blocks: BlockScaledTensor) -> Array:
             codes, scales, _ = blocks
             if self.tiles:
                 scales = jnp.repeat(scales, self.form.size, -2)[..., : codes.shape[-2], :]
@@ -63,7 +70,7 @@ class Rows:
         codes = self.blocks.codes
         return codes, self._by(repeated)(self.flat()).reshape(*codes.shape[:-1], -1)
 
-    def _by(self, local: Callable[[Blocks], Array]) -> Callable[[Blocks], Array]:
+    def _by(self, local: Callable[[BlockScaledTensor], Array]) -> Callable[[BlockScaledTensor], Array]:
         return on_each_device(local) if self.whole else local
 
 
@@ -72,7 +79,7 @@ class Rows:
 class GroupedBlocks:
     """An operand of a product of groups."""
 
-    rows: Rows
+    rows: RoundedRows
     factor: Array | None
     turned: bool
     """Blocks lie along the rows of groups, which are the last dimension."""
@@ -88,7 +95,7 @@ class GroupedBlocks:
         return self.rows.blocks.codes, self.rows.blocks.scales.astype(jnp.float32)
 
 
-def exact_dtype(form: Format) -> jnp.dtype:
+def exact_dtype(form: BlockFormat) -> jnp.dtype:
     """The dtype that holds codes times scales exactly, with float32 scales nearly so."""
     return jnp.dtype(jnp.float32 if form.scales == "float32" else jnp.bfloat16)
 
@@ -97,9 +104,9 @@ def exact_dtype(form: Format) -> jnp.dtype:
 class InBlocks:
     """Recipe of the matmuls with blocks along the dimension that a product sums over. Hashable."""
 
-    forward: Format
+    forward: BlockFormat
     """Format of activations and weights."""
-    gradients: Format
+    gradients: BlockFormat
     tiles: bool = False
     """Weights in square tiles, so that both products with them read the same numbers."""
     transformed: bool = False
@@ -115,7 +122,7 @@ class InBlocks:
 
     def operand(
         self, tensor: Tensor, x: Array, term: str, letters: Letters, amax: Array | None, *, of_weight: bool = False
-    ) -> Rows:
+    ) -> RoundedRows:
         del amax
         unshared = [letter for letter in term if letter not in letters.summed() + letters.shared()]
         order = (*letters.shared(), *unshared, *letters.summed())
@@ -126,16 +133,16 @@ class InBlocks:
         form, tiles = self.gradients if tensor == "dy" else self.forward, self.tiles and tensor == "w"
         x = x.reshape(*shape[:shared], -1, shape[-1]) if tiles else x.reshape(shape)
 
-        def rounded(x: Array) -> Blocks:
+        def rounded(x: Array) -> BlockScaledTensor:
             x = hadamard(x) if self.transformed and of_weight else x
             return quantize(x, form, tiles=tiles, stochastic=self.stochastic and tensor == "dy")
 
         names = {letters.summed(), "".join(unshared)} if tiles else {letters.summed()}
         whole = not _in_parts({group: prod(sizes[n] for n in group) for group in names}, form.size, self.sharding or ())
         blocks = (on_each_device(rounded) if whole else rounded)(x)
-        return Rows(blocks._replace(codes=blocks.codes.reshape(shape)), form, tiles, whole)
+        return RoundedRows(blocks._replace(codes=blocks.codes.reshape(shape)), form, tiles, whole)
 
-    def product(self, letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, *, forward: bool) -> Array:
+    def product(self, letters: Letters, a: RoundedRows, b: RoundedRows, dtype: jnp.dtype, *, forward: bool) -> Array:
         """Codes times codes by hardware, or exactly the same numbers in bfloat16; float32 scales need float32."""
         del forward
         whole = None if a.blocks.whole is None or b.blocks.whole is None else a.blocks.whole * b.blocks.whole
@@ -157,7 +164,7 @@ class InBlocks:
         return exact_dtype(self.forward)
 
     def grouped_operand(
-        self, tensor: Tensor, x: Array, groups: Groups, amax: Array | None, *, of_weight: bool = False
+        self, tensor: Tensor, x: Array, groups: RowGroups, amax: Array | None, *, of_weight: bool = False
     ) -> GroupedBlocks:
         del amax
         form, tiles = self.gradients if tensor == "dy" else self.forward, self.tiles and tensor == "w"
@@ -169,7 +176,7 @@ class InBlocks:
             whole = groups.spread(factor, x.ndim)
             whole = whole[:: form.size].T if of_weight else whole
         blocks = quantize(x, form, tiles=tiles, stochastic=self.stochastic and tensor == "dy", whole=whole)
-        return GroupedBlocks(Rows(blocks._replace(whole=None), form, tiles), factor, of_weight)
+        return GroupedBlocks(RoundedRows(blocks._replace(whole=None), form, tiles), factor, of_weight)
 
     def on(self, sharding: LetterSharding | None) -> "InBlocks":
         """With an unknown sharding over several devices, the reference: it is left to the compiler."""
@@ -178,14 +185,14 @@ class InBlocks:
             return replace(self, sharding=None, kernel="reference", codes=None)
         return replace(self, sharding=sharding)
 
-    def observed(self, x: Rows, w: Rows, dy: Rows) -> Array:
+    def observed(self, x: RoundedRows, w: RoundedRows, dy: RoundedRows) -> Array:
         raise AssertionError("scales of blocks have no history")
 
     def beside(self) -> Mapping[str, Observed]:
         return {}
 
 
-def _by_reference(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype) -> Array:
+def _by_reference(letters: Letters, a: RoundedRows, b: RoundedRows, dtype: jnp.dtype) -> Array:
     x, y = (rows.wide(exact_dtype(rows.form)) for rows in (a, b))
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     shared = tuple(range(len(letters.shared())))
@@ -193,7 +200,7 @@ def _by_reference(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype) -> Array
     return lax.dot_general(x, y, dimensions, preferred_element_type=dtype, precision=precision)
 
 
-def _in_whole_blocks(letters: Letters, a: Rows, b: Rows, sharding: LetterSharding) -> bool:
+def _in_whole_blocks(letters: Letters, a: RoundedRows, b: RoundedRows, sharding: LetterSharding) -> bool:
     """Whether the parts of a device consist of whole tiles."""
     sizes = {letters.summed(): a.blocks.codes.shape[-1]}
     for term, rows in ((letters.first, a), (letters.second, b)):
@@ -210,7 +217,7 @@ def _in_parts(sizes: Mapping[str, int], block: int, sharding: LetterSharding) ->
 
 
 def _by_codes(
-    kernel: CodeProducts, letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding: LetterSharding
+    kernel: CodeProducts, letters: Letters, a: RoundedRows, b: RoundedRows, dtype: jnp.dtype, sharding: LetterSharding
 ) -> Array:
     """The product as one of a single group: of rows with tiles of weights, or of two operands without tiles."""
 
@@ -231,7 +238,7 @@ def _by_codes(
     return sharded_product(local, tuple(terms), letters.result(), sharding)(*arrays)
 
 
-def _by_hardware(letters: Letters, a: Rows, b: Rows, dtype: jnp.dtype, sharding: LetterSharding) -> Array:
+def _by_hardware(letters: Letters, a: RoundedRows, b: RoundedRows, dtype: jnp.dtype, sharding: LetterSharding) -> Array:
     """On a GPU of FIRST_WITH_BLOCKS, cuDNN's product of blocks; the compiler writes it out for other devices.
 
     Each device multiplies its parts: jax can't partition the product within a partly manual mesh.
@@ -256,21 +263,21 @@ def fp8_blocks(cfg: Fp8BlocksConfig, kernel: BlockKernel = "reference") -> InBlo
     Its smallest amax, 1e-4, is for activations and weights: gradients of a mean over tokens are smaller.
     """
     least, smallest = (1e-4, 0.0) if cfg.scales == "power_of_two" else (1e-12, 1e-12)
-    forward = Format("e4m3", 128, cfg.scales, "up", least)
+    forward = BlockFormat("e4m3", 128, cfg.scales, "up", least)
     gradients = forward._replace(element="e5m2" if cfg.format == "hybrid" else "e4m3", least=smallest)
     return InBlocks(forward=forward, gradients=gradients, tiles=True, multiple=cfg.multiple, kernel=kernel)
 
 
 def mxfp8(cfg: Mxfp8Config, kernel: BlockKernel = "reference") -> InBlocks:
     """The recipe of MXFP8."""
-    forward = Format("e4m3", 32, "power_of_two", cfg.rounding)
+    forward = BlockFormat("e4m3", 32, "power_of_two", cfg.rounding)
     gradients = forward._replace(element="e5m2" if cfg.format == "hybrid" else "e4m3")
     return InBlocks(forward=forward, gradients=gradients, multiple=cfg.multiple, kernel=kernel)
 
 
 def nvfp4(cfg: Nvfp4Config, kernel: BlockKernel = "reference") -> InBlocks:
     """The recipe of NVFP4."""
-    form = Format("e2m1", 16, "nvfp4")
+    form = BlockFormat("e2m1", 16, "nvfp4")
     return InBlocks(
         forward=form,
         gradients=form,

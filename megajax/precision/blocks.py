@@ -33,7 +33,7 @@ HADAMARD = 16
 """Numbers that one random Hadamard transform mixes."""
 
 
-class Format(NamedTuple):
+class BlockFormat(NamedTuple):
     """Format of a tensor."""
 
     element: Literal["e4m3", "e5m2", "e2m1"]
@@ -49,7 +49,7 @@ class Format(NamedTuple):
         return float(jnp.finfo(ELEMENTS[self.element]).max)
 
 
-class Blocks(NamedTuple):
+class BlockScaledTensor(NamedTuple):
     """A tensor [..., N, K] in blocks."""
 
     codes: Array
@@ -61,8 +61,8 @@ class Blocks(NamedTuple):
 
 
 def quantize(
-    x: Array, form: Format, *, tiles: bool = False, stochastic: bool = False, whole: Array | None = None
-) -> Blocks:
+    x: Array, form: BlockFormat, *, tiles: bool = False, stochastic: bool = False, whole: Array | None = None
+) -> BlockScaledTensor:
     """x [..., N, K] in blocks along K, or in tiles of N and K; parts of blocks at the ends count as blocks.
 
     stochastic: rounds to one of the two neighbours, with probabilities that keep the mean; e2m1 only. The random bits
@@ -75,7 +75,7 @@ def quantize(
     scaled = jnp.clip(scaled, -form.largest, form.largest)
     codes = (_stochastic(scaled) if stochastic else scaled).astype(ELEMENTS[form.element])
     # The compiler may leave out a conversion to few bits and back, and so its rounding.
-    return Blocks(lax.optimization_barrier(_joined(codes, x.shape)), scales, whole)
+    return BlockScaledTensor(lax.optimization_barrier(_joined(codes, x.shape)), scales, whole)
 
 
 def amax_of(x: Array, axes: tuple[int, ...] | None = None) -> Array:
@@ -93,7 +93,7 @@ def visible(x: Array) -> Array:
     return jnp.where(jnp.isinf(x), jnp.nan, x)
 
 
-def dequantize(blocks: Blocks, form: Format, dtype: jnp.dtype, *, tiles: bool = False) -> Array:
+def dequantize(blocks: BlockScaledTensor, form: BlockFormat, dtype: jnp.dtype, *, tiles: bool = False) -> Array:
     """Codes times scales [..., N, K], without the scale of the whole tensor."""
     parts = _parts(blocks.codes, form.size, tiles=tiles).astype(dtype)
     return _joined(parts * _for_each(blocks.scales.astype(dtype)), blocks.codes.shape)
@@ -134,13 +134,13 @@ def _joined(parts: Array, shape: tuple[int, ...]) -> Array:
     return parts.reshape(*shape[:-2], rows * height, columns * size)[..., : shape[-2], : shape[-1]]
 
 
-def whole_scale(amax: Array, form: Format) -> Array:
+def whole_scale(amax: Array, form: BlockFormat) -> Array:
     """The scale of a whole tensor with this largest magnitude, with NVFP4; 1 for what is as small as zeros."""
     whole = _quotient(amax, float(jnp.finfo(jnp.float8_e4m3fn).max) * form.largest)
     return jnp.where(whole < SMALLEST_WHOLE, 1.0, whole)
 
 
-def _scales(amax: Array, form: Format, whole: Array | None) -> tuple[Array, Array | None, Array | None]:
+def _scales(amax: Array, form: BlockFormat, whole: Array | None) -> tuple[Array, Array | None, Array | None]:
     """Scales of blocks, that of the whole tensor, and factors on numbers before they are rounded; None: 1 / scales."""
     finite = jnp.isfinite(amax)
     if form.scales == "nvfp4":

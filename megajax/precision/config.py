@@ -1,13 +1,14 @@
 """Dtypes of a run, without importing jax."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from megajax.config.bounds import Bounds, Count, Index, Positive
 from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DynamicScaleConfig(Builds):
     """Dynamic loss scaling, for float16: the scale falls at an overflow and grows after steps without one.
 
@@ -17,15 +18,15 @@ class DynamicScaleConfig(Builds):
     target: ClassVar[str] = "megajax.precision.loss_scale:DynamicScale"
     initial: float = 2.0**32
     """Initial scale. Steps are skipped until it is low enough."""
-    floor: float = 1.0
+    floor: Positive = 1.0
     """Lowest scale. An overflow at this scale ends the run."""
-    window: int = 1000
+    window: Count = 1000
     """Steps without an overflow after which the scale grows."""
-    hysteresis: int = 2
+    hysteresis: Count = 2
     """The scale is lowered from this many overflows on, counted since it last grew."""
-    growth: float = 2.0
+    growth: Annotated[float, Bounds(above=1)] = 2.0
     """Factor by which the scale grows."""
-    backoff: float = 0.5
+    backoff: Annotated[float, Bounds(above=0, below=1)] = 0.5
     """Factor on the scale at an overflow."""
 
     def build(self) -> Any:
@@ -33,23 +34,11 @@ class DynamicScaleConfig(Builds):
         return resolve(self.target)(self.initial, self.floor, self.window, self.hysteresis, self.growth, self.backoff)
 
     def problems(self) -> list[Problem]:
-        problems = [
-            Problem(name, f"must be at least 1, got {getattr(self, name)}")
-            for name in ("window", "hysteresis")
-            if getattr(self, name) < 1
-        ]
-        if not self.growth > 1:
-            problems.append(Problem("growth", f"must be above 1, got {self.growth:g}"))
-        if not 0 < self.backoff < 1:
-            problems.append(Problem("backoff", f"must be between 0 and 1, got {self.backoff:g}"))
-        if not 0 < self.floor <= self.initial:
-            problems.append(
-                Problem("floor", f"must be above 0 and at most initial={self.initial:g}, got {self.floor:g}")
-            )
-        return problems
+        message = f"must be at most initial={self.initial:g}, got {self.floor:g}"
+        return [] if self.floor <= self.initial else [Problem("floor", message)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ConstantScaleConfig(Builds):
     """A constant loss scale.
 
@@ -57,15 +46,12 @@ class ConstantScaleConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.precision.loss_scale:ConstantScale"
-    value: float = 1.0
+    value: Positive = 1.0
     """The scale; 1 turns loss scaling off."""
 
     def build(self) -> Any:
         """The scaler."""
         return resolve(self.target)(self.value)
-
-    def problems(self) -> list[Problem]:
-        return [] if self.value > 0 else [Problem("value", f"must be above 0, got {self.value:g}")]
 
 
 type LossScaleConfig = DynamicScaleConfig | ConstantScaleConfig
@@ -77,7 +63,7 @@ MULTIPLE = 16
 type Rate = Literal["fp8", "fp8_blocks", "mxfp8", "nvfp4"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """What all recipes of the layers' matmuls have.
 
@@ -87,25 +73,18 @@ class RecipeConfig:
     multiple: ClassVar[int] = MULTIPLE
     """Sides of matrices, and tokens, are multiples of this."""
     rate: ClassVar[Rate] = "fp8"
-    """Whose rate the products have on GPUs that multiply this format: see `megajax.compiled.gpus`."""
+    """Whose rate the products have on GPUs that multiply this format: see `megajax.planning.compiled.devices`."""
     saved_bytes: ClassVar[float] = 1
     """Of a number that is saved for the backward pass, with its share of the scales."""
     label: ClassVar[str]
     """For people."""
-    first_layers: int = 0
+    first_layers: Index = 0
     """Number of layers at the start of the stack that stay in bfloat16."""
-    last_layers: int = 0
+    last_layers: Index = 0
     """Number of layers at its end that stay in bfloat16."""
     kernel: Literal["auto", "reference"] = "auto"
     """reference: rounded numbers of blocks and of experts are multiplied in bfloat16, float32 scales in float32, on
     devices with a kernel for them too. auto: by that kernel. cuBLASLt's matmuls with one scale are not affected."""
-
-    def problems(self) -> list[Problem]:
-        return [
-            Problem(name, f"must not be negative, got {getattr(self, name)}")
-            for name in ("first_layers", "last_layers")
-            if getattr(self, name) < 0
-        ]
 
     def layers(self, count: int) -> tuple[int, int] | None:
         """Numbers [first, end) of the layers with the recipe among `count`; None for all."""
@@ -117,7 +96,7 @@ class RecipeConfig:
         return not (fsdp or self.first_layers or self.last_layers)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Fp8CurrentConfig(RecipeConfig):
     """fp8 with one scale per tensor, from its current amax (largest magnitude).
 
@@ -131,7 +110,7 @@ class Fp8CurrentConfig(RecipeConfig):
     """Allow forward matmuls on NVIDIA GPUs to accumulate in fewer bits than float32. Backward ones never do."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Fp8DelayedConfig(Fp8CurrentConfig):
     """fp8 with one scale per tensor, from its amax (largest magnitude) in previous steps.
 
@@ -139,23 +118,15 @@ class Fp8DelayedConfig(Fp8CurrentConfig):
     """
 
     label: ClassVar[str] = "fp8, scales from previous steps"
-    history: int = 1
+    history: Count = 1
     """Length of the amax history in steps."""
     algorithm: Literal["most_recent", "max"] = "most_recent"
     """Which amax is used: of the previous step, or the largest in the history."""
-    margin: int = 0
+    margin: Annotated[int, Bounds(at_least=-64, at_most=64)] = 0
     """Bits of headroom above the amax: scales are divided by 2^margin."""
 
-    def problems(self) -> list[Problem]:
-        problems = RecipeConfig.problems(self)
-        if self.history < 1:
-            problems.append(Problem("history", f"must be at least 1, got {self.history}"))
-        if not -64 <= self.margin <= 64:
-            problems.append(Problem("margin", f"must be between -64 and 64, got {self.margin}"))
-        return problems
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Fp8BlocksConfig(RecipeConfig):
     """fp8 with a scale for each 128 numbers of activations and gradients, and each 128 x 128 of weights (DeepSeek-V3).
 
@@ -173,7 +144,7 @@ class Fp8BlocksConfig(RecipeConfig):
     elsewhere products are in float32, slowly."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Mxfp8Config(RecipeConfig):
     """MXFP8: a scale for each 32 numbers, a power of two (OCP Microscaling formats, version 1.0).
 
@@ -191,7 +162,7 @@ class Mxfp8Config(RecipeConfig):
     amax is a power of two. even: one more, if amax rounds to the next one. up: one more, if it would be clipped."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Nvfp4Config(RecipeConfig):
     """NVFP4: 4-bit numbers with a scale for each 16 of them, 16 x 16 of weights (NVIDIA 2025, "Pretraining Large
     Language Models with NVFP4").
@@ -202,9 +173,9 @@ class Nvfp4Config(RecipeConfig):
     rate: ClassVar[Rate] = "nvfp4"
     saved_bytes: ClassVar[float] = 1 / 2 + 1 / 16
     label: ClassVar[str] = "NVFP4, blocks of 16, weights 16 x 16"
-    first_layers: int = 1
+    first_layers: Index = 1
     """Number of layers at the start of the stack that stay in bfloat16."""
-    last_layers: int = 1
+    last_layers: Index = 1
     """Number of layers at its end that stay in bfloat16."""
     hadamard: bool = True
     """Mix each 16 tokens of both inputs of weights' gradients by a random Hadamard transform: outliers spread."""
@@ -215,7 +186,7 @@ class Nvfp4Config(RecipeConfig):
 type MatmulConfig = Fp8CurrentConfig | Fp8DelayedConfig | Fp8BlocksConfig | Mxfp8Config | Nvfp4Config
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Dtypes of a run. Softmax, norms and loss are always in float32.
 

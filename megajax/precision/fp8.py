@@ -21,13 +21,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.config.errors import UserError
+from megajax.mesh.collectives import LetterSharding
 from megajax.mesh.layer_metrics import Measure
 from megajax.mesh.layer_observations import Observed
-from megajax.mesh.sharded_product import LetterSharding
 from megajax.precision.blocks import amax_of
 from megajax.precision.config import MULTIPLE, Fp8CurrentConfig, Fp8DelayedConfig
-from megajax.precision.groups import Groups
-from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, Letters, Tensor, in_order
+from megajax.precision.matmul import CODE_BLOCK, HARDWARE_BLOCK, CodeProducts, Letters, RowGroups, Tensor, in_order
 
 OLDEST = (8, 9)
 """Compute capability of the first GPUs that multiply 8-bit floats."""
@@ -90,12 +89,14 @@ class PerTensor:
 
     def operand(
         self, tensor: Tensor, x: Array, term: str, letters: Letters, amax: Array | None, *, of_weight: bool = False
-    ) -> "Quantized":
+    ) -> "QuantizedTensor":
         """The same for all products. amax: that scales are computed for; None: of the tensors."""
         del term, letters, of_weight
         return self._rounded(tensor, x, amax)
 
-    def _rounded(self, tensor: Tensor, x: Array, amax: Array | None, groups: Groups | None = None) -> "Quantized":
+    def _rounded(
+        self, tensor: Tensor, x: Array, amax: Array | None, groups: RowGroups | None = None
+    ) -> "QuantizedTensor":
         """amax: [3], or [E, 3]."""
         gradient = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
         form, scaling = jnp.dtype(gradient if tensor == "dy" else jnp.float8_e4m3fn), ITS_OWN
@@ -112,13 +113,15 @@ class PerTensor:
         return BFLOAT16
 
     def grouped_operand(
-        self, tensor: Tensor, x: Array, groups: Groups, amax: Array | None, *, of_weight: bool = False
-    ) -> "Quantized":
+        self, tensor: Tensor, x: Array, groups: RowGroups, amax: Array | None, *, of_weight: bool = False
+    ) -> "QuantizedTensor":
         """The same for all products."""
         del of_weight
         return self._rounded(tensor, x, amax, groups)
 
-    def product(self, letters: Letters, a: "Quantized", b: "Quantized", dtype: jnp.dtype, *, forward: bool) -> Array:
+    def product(
+        self, letters: Letters, a: "QuantizedTensor", b: "QuantizedTensor", dtype: jnp.dtype, *, forward: bool
+    ) -> Array:
         fast = forward and self.cfg.fast_accumulation
         precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
         return product(letters, a, b, dtype=dtype, precision=precision)
@@ -127,7 +130,7 @@ class PerTensor:
         del sharding
         return self
 
-    def observed(self, x: "Quantized", w: "Quantized", dy: "Quantized") -> Array:
+    def observed(self, x: "QuantizedTensor", w: "QuantizedTensor", dy: "QuantizedTensor") -> Array:
         return jnp.stack([x.amax, w.amax, dy.amax], axis=-1)
 
     def beside(self) -> Mapping[str, Observed]:
@@ -148,7 +151,7 @@ class Scaling(NamedTuple):
 ITS_OWN = Scaling()
 
 
-class Quantized(NamedTuple):
+class QuantizedTensor(NamedTuple):
     """A tensor in 8 bits, or rows [T, K] or matrices [E, N, K] of groups."""
 
     values: Array
@@ -176,7 +179,7 @@ class Quantized(NamedTuple):
         return codes, jnp.broadcast_to(scale[:, ::block] if of_weight else scale, shape)
 
 
-def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN, groups: Groups | None = None) -> Quantized:
+def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN, groups: RowGroups | None = None) -> QuantizedTensor:
     """x in 8 bits. Values beyond the range of the scale are clipped.
 
     Infinities and NaNs are not: an infinity clipped to a finite number would be hidden from the guard. With a scale
@@ -194,7 +197,7 @@ def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN, groups: Grou
     top = float(jnp.finfo(form).max)
     values = jnp.clip(x * scale, -top, top)
     values = values if scaling.expected is None else jnp.where(jnp.isfinite(x), values, jnp.nan)
-    return Quantized(values.astype(form), scale, amax)
+    return QuantizedTensor(values.astype(form), scale, amax)
 
 
 def scale_of(amax: Array, form: jnp.dtype, scaling: Scaling) -> Array:
@@ -210,11 +213,13 @@ def scale_for(largest: Array, form: jnp.dtype, margin: int = 0) -> Array:
     return lax.bitcast_convert_type(ratio & jnp.uint32(_EXPONENT), jnp.float32) * 2.0**-margin
 
 
-def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, precision: lax.Precision) -> Array:
+def product(
+    letters: Letters, a: QuantizedTensor, b: QuantizedTensor, *, dtype: jnp.dtype, precision: lax.Precision
+) -> Array:
     """a times b, as `dtype`; letters: of a's dimensions, of b's, of the result's.
 
     Written as the product of the tensors scaled back, which is exact in bfloat16. The compiler for GPUs turns it into a
-    product in 8 bits whose result is scaled as it is stored (given the options in mesh.xla_options; tests insist on
+    product in 8 bits whose result is scaled as it is stored (given the options in xla_options; tests insist on
     it). Scaling the result here instead would separate sums of products from their sum over devices, which would then
     be done one by one.
 

@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from megajax.config.errors import UserError
+from megajax.mesh.collectives import LetterSharding, combined_over
 from megajax.mesh.layer_observations import Observed
-from megajax.mesh.sharded_product import LetterSharding
-from megajax.precision.groups import Groups
+from megajax.precision.blocks import amax_of
 
 type Tensor = Literal["x", "w", "dy"]
 type Result = Literal["y", "dx", "dw"]
@@ -48,6 +48,62 @@ class Letters(NamedTuple):
         """The letters of one of the three products of this equation."""
         first, second, out = self
         return {"y": self, "dx": Letters(out, second, first), "dw": Letters(first, out, second)}[result]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("sizes", "of_rows"), meta_fields=("axes",))
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Rows sorted by group, each to be multiplied by the matrix of its group, as recipes round them.
+
+    T rows, E groups; rows [T, K], matrices [E, N, K]. A group has scales of its own, and blocks of rows begin at its
+    first row: each group is rounded as if its product were computed alone.
+    """
+
+    sizes: Array
+    """Rows of each group, int32 [E]."""
+    of_rows: Array
+    """Group of each row, int32 [T]; E for rows past the groups, which may hold anything."""
+    axes: tuple[str, ...] = ()
+    """Mesh axes that shard the columns of rows or matrices: largest magnitudes are over all of these devices."""
+
+    @classmethod
+    def of(cls, sizes: Array, rows: int, axes: tuple[str, ...] = ()) -> "RowGroups":
+        ends = jnp.cumsum(sizes, dtype=jnp.int32)
+        return cls(sizes, jnp.sum(jnp.arange(rows)[:, None] >= ends[None], axis=1, dtype=jnp.int32), axes)
+
+    def aligned(self, x: Array, block: int) -> tuple[Array, "RowGroups"]:
+        """Rows [T, K] with zeros after each group up to a multiple of `block` rows, [T', K], and their groups.
+
+        So that blocks of rows hold rows of one group. T' is that of the worst case, in which each group needs padding.
+        """
+        if block == 1:
+            return x, self
+        number, rows = self.sizes.size, x.shape[0]
+        most = rows + min(number, rows) * (block - 1)
+        padded = RowGroups.of(-(-self.sizes // block) * block, -(-most // block) * block, self.axes)
+        group = jnp.minimum(padded.of_rows, number - 1)
+        row = jnp.arange(padded.of_rows.size) - (jnp.cumsum(padded.sizes) - padded.sizes)[group]
+        source = row + (jnp.cumsum(self.sizes) - self.sizes)[group]
+        source = jnp.where((padded.of_rows < number) & (row < self.sizes[group]), source, rows)
+        return jnp.take(x, source, axis=0, mode="fill", fill_value=0), padded
+
+    def amax(self, x: Array) -> Array:
+        """Largest magnitudes of the rows [T, K] of each group, or of matrices [E, N, K]; float32 [E]."""
+        sizes = amax_of(x, tuple(range(1, x.ndim))).astype(jnp.float32)
+        if x.ndim == 2:
+            number = jnp.arange(self.sizes.size)
+            sizes = amax_of(jnp.where(self.of_rows[None] == number[:, None], sizes[None], 0), (1,))
+        return combined_over(sizes, self.axes, "max") if self.axes else sizes
+
+    def spread(self, values: Array, ndim: int) -> Array:
+        """Numbers of groups [E] -> numbers for rows [T, 1] if ndim is 2, for matrices [E, 1, 1] if it is 3."""
+        if ndim == 3:
+            return values[:, None, None]
+        return values[jnp.minimum(self.of_rows, values.size - 1)][:, None]
+
+    def copies(self) -> int:
+        """Devices along `axes`."""
+        return lax.axis_size(self.axes) if self.axes else 1
 
 
 class GroupedOperand(Protocol):
@@ -101,8 +157,8 @@ HARDWARE_BLOCK = 32
 """Numbers of a block with a scale that is a power of two, on GPUs that multiply such blocks."""
 
 
-class Recipe(Protocol):
-    """How operands are rounded and multiplied. Hashable. An operand is a tree of arrays."""
+class Recipe[O](Protocol):
+    """How operands are rounded and multiplied. Hashable. An operand, O, is a tree of arrays."""
 
     @property
     def multiple(self) -> int:
@@ -111,11 +167,11 @@ class Recipe(Protocol):
 
     def operand(
         self, tensor: Tensor, x: Array, term: str, letters: Letters, amax: Array | None, *, of_weight: bool = False
-    ) -> Any:
+    ) -> O:
         """x rounded for a product. term: letters of x; letters: of the product; of_weight: it is w's gradient."""
         ...
 
-    def product(self, letters: Letters, a: Any, b: Any, dtype: jnp.dtype, *, forward: bool) -> Array:
+    def product(self, letters: Letters, a: O, b: O, dtype: jnp.dtype, *, forward: bool) -> Array:
         """Product of two operands, as dtype."""
         ...
 
@@ -135,16 +191,16 @@ class Recipe(Protocol):
         ...
 
     def grouped_operand(
-        self, tensor: Tensor, x: Array, groups: Groups, amax: Array | None, *, of_weight: bool = False
+        self, tensor: Tensor, x: Array, groups: RowGroups, amax: Array | None, *, of_weight: bool = False
     ) -> GroupedOperand:
         """Rows [T, K], or matrices [E, N, K] of which K is summed over, rounded for a product of groups."""
         ...
 
-    def on(self, sharding: LetterSharding | None) -> "Recipe":
+    def on(self, sharding: LetterSharding | None) -> "Recipe[O]":
         """The recipe for arrays with this sharding over free mesh axes."""
         ...
 
-    def observed(self, x: Any, w: Any, dy: Any) -> Array:
+    def observed(self, x: O, w: O, dy: O) -> Array:
         """What the auxiliary array observes: the amax of x, w and dy, float32 [3], for groups [E, 3]."""
         ...
 
@@ -200,14 +256,14 @@ class RoundedMatmul:
         codes = self.recipe.codes
         fits = codes is not None and codes.fits(x.shape[0], *w.shape[1:])
         way = _InCodes(codes) if fits else _Grouped(kernel(self.recipe.exact.name))
-        return _multiply(self.recipe, way, x, w, amax, Groups.of(sizes, x.shape[0], axes), rounded)
+        return _multiply(self.recipe, way, x, w, amax, RowGroups.of(sizes, x.shape[0], axes), rounded)
 
     def matrices(self, w: Array, amax: Array | None = None, *, axes: tuple[str, ...] = ()) -> Operands:
         """The matrices of groups [E, K, N] rounded for the result and for the gradient of rows; see `grouped`.
 
         They do not depend on rows, so a step with several microbatches makes them once.
         """
-        groups = Groups.of(jnp.zeros(w.shape[0], jnp.int32), 0, axes)
+        groups = RowGroups.of(jnp.zeros(w.shape[0], jnp.int32), 0, axes)
         y, dx = (self.recipe.grouped_operand("w", matrices, groups, amax) for matrices in (w.mT, w))
         return y, dx
 
@@ -239,13 +295,15 @@ class RoundedMatmul:
 class Way(Protocol):
     """Which products are computed. Hashable."""
 
-    def operand(
-        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups | None
-    ) -> Any:
+    def operand[O](
+        self, recipe: Recipe[O], tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: RowGroups | None
+    ) -> O:
         """A tensor rounded for the product that computes `result`."""
         ...
 
-    def product(self, recipe: Recipe, result: Result, a: Any, b: Any, dtype: jnp.dtype, groups: Groups | None) -> Array:
+    def product[O](
+        self, recipe: Recipe[O], result: Result, a: O, b: O, dtype: jnp.dtype, groups: RowGroups | None
+    ) -> Array:
         """The product of two operands."""
         ...
 
@@ -256,14 +314,16 @@ class _Einsum:
 
     letters: Letters
 
-    def operand(
-        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups | None
-    ) -> Any:
+    def operand[O](
+        self, recipe: Recipe[O], tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: RowGroups | None
+    ) -> O:
         del groups
         term = self.letters[("x", "w", "dy").index(tensor)]
         return recipe.operand(tensor, x, term, self.letters.of(result), amax, of_weight=result == "dw")
 
-    def product(self, recipe: Recipe, result: Result, a: Any, b: Any, dtype: jnp.dtype, groups: Groups | None) -> Array:
+    def product[O](
+        self, recipe: Recipe[O], result: Result, a: O, b: O, dtype: jnp.dtype, groups: RowGroups | None
+    ) -> Array:
         del groups
         return recipe.product(self.letters.of(result), a, b, dtype, forward=result == "y")
 
@@ -284,7 +344,7 @@ class _OfGroups:
         raise NotImplementedError
 
     def operand(
-        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: Groups
+        self, recipe: Recipe, tensor: Tensor, x: Array, result: Result, amax: Array | None, groups: RowGroups
     ) -> GroupedOperand:
         if tensor == "w":
             return recipe.grouped_operand(tensor, x.mT if result == "y" else x, groups, amax)
@@ -292,7 +352,7 @@ class _OfGroups:
         return recipe.grouped_operand(tensor, rows, aligned, amax, of_weight=result == "dw")
 
     def product(
-        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: Groups
+        self, recipe: Recipe, result: Result, a: GroupedOperand, b: GroupedOperand, dtype: jnp.dtype, groups: RowGroups
     ) -> Array:
         block = self.block(recipe) if result == "dw" else 1
         sizes = -(-groups.sizes // block) * block
@@ -339,13 +399,13 @@ class _InCodes(_OfGroups):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, rounded: Operands | None
+    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: RowGroups | None, rounded: Operands | None
 ) -> Array:
     return _forward(recipe, way, x, w, amax, groups, rounded)[0]
 
 
 def _forward(
-    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: Groups | None, rounded: Operands | None
+    recipe: Recipe, way: Way, x: Array, w: Array, amax: Array | None, groups: RowGroups | None, rounded: Operands | None
 ) -> tuple[Array, tuple]:
     operands = (
         way.operand(recipe, "x", x, "y", amax, groups),

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 from megajax.precision.blocks import amax_of
 
 BITS = 4
@@ -112,7 +112,7 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups(Stored):
+class GroupedCodes(Stored):
     """Numbers of 4 bits, two per byte; one scale per output and group of inputs.
 
     Groups and pairs are along the last dimension of the inputs. The first of a pair is in the low bits.
@@ -159,7 +159,7 @@ class Groups(Stored):
 
 
 def pack(values: Array, axis: int) -> Array:
-    """The low 4 bits of int8 [..., n, ...] -> uint8 [..., n / 2, ...] along `axis`; see `Groups`."""
+    """The low 4 bits of int8 [..., n, ...] -> uint8 [..., n / 2, ...] along `axis`; see `GroupedCodes`."""
     pairs = values.reshape(*values.shape[:axis], -1, 2, *values.shape[axis + 1 :]).astype(jnp.uint8)
     low, high = (lax.index_in_dim(pairs, place, axis + 1, keepdims=False) for place in (0, 1))
     return (low & 15) | (high << BITS)

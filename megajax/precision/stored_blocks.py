@@ -7,11 +7,11 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.mesh.rules import LogicalAxes
-from megajax.precision.blocks import Blocks, Format, amax_of, dequantize, quantize, visible, whole_scale
+from megajax.mesh.sharding_rules import LogicalAxes
+from megajax.precision.blocks import BlockFormat, BlockScaledTensor, amax_of, dequantize, quantize, visible, whole_scale
 from megajax.precision.quantization import Stored, pack, unpack
 
-FORMATS = {"mxfp8": Format("e4m3", 32, "power_of_two", "up"), "nvfp4": Format("e2m1", 16, "nvfp4")}
+FORMATS = {"mxfp8": BlockFormat("e4m3", 32, "power_of_two", "up"), "nvfp4": BlockFormat("e2m1", 16, "nvfp4")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class StoredBlocks(Stored):
     scale_dtype: ClassVar[str] = "uint8"
 
     @property
-    def form(self) -> Format:
+    def form(self) -> BlockFormat:
         return FORMATS[self.weights]
 
     def misfit(self, shape: tuple[int, ...]) -> str:
@@ -68,11 +68,11 @@ class StoredBlocks(Stored):
             values = lax.bitcast_convert_type((unpack(values, axis) & 15).astype(jnp.uint4), jnp.float4_e2m1fn)
         kind = jnp.float8_e4m3fn if self.weights == "nvfp4" else jnp.float8_e8m0fnu
         codes, scales = (jnp.moveaxis(part, axis, -1) for part in (values, lax.bitcast_convert_type(scale, kind)))
-        wide = jnp.moveaxis(dequantize(Blocks(codes, scales), self.form, jnp.dtype(jnp.float32)), -1, axis)
+        wide = jnp.moveaxis(dequantize(BlockScaledTensor(codes, scales), self.form, jnp.dtype(jnp.float32)), -1, axis)
         return wide if whole is None else wide * whole.reshape(*whole.shape, *[1] * (wide.ndim - whole.ndim))
 
 
-TILES = Format("e4m3", 128, "float32", least=1e-12)
+TILES = BlockFormat("e4m3", 128, "float32", least=1e-12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,9 @@ class StoredTiles(Stored):
         """The matrix in float32."""
         first, sides = self._sides(values.shape)
         codes = values.reshape(*values.shape[:first], *sides)
-        return dequantize(Blocks(codes, scale), TILES, jnp.dtype(jnp.float32), tiles=True).reshape(values.shape)
+        return dequantize(BlockScaledTensor(codes, scale), TILES, jnp.dtype(jnp.float32), tiles=True).reshape(
+            values.shape
+        )
 
     def _sides(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, int]]:
         """Leading dimensions; inputs and outputs of the matrices."""

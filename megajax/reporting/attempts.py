@@ -1,49 +1,54 @@
 """The attempts of a run: their events, start and end, and the steps that a later attempt repeated.
 
-metrics.jsonl has the duration of each step, events.jsonl the time of each event. A killed attempt writes no line about
-its end. Its end is then estimated as the time of its last event plus the steps logged since, or is the time in the
-launcher's event.
+Every line of metrics.jsonl and events.jsonl has the number of its attempt, and the event `attempt_end` says how it
+ended. An attempt without that event was killed, or is still running.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-import numpy as np
+from megajax.faults.attempt_end import ATTEMPT_END, AUTHORITIES, BY_PROCESS
+from megajax.faults.exit_codes import REQUEUE, SUCCESS
+from megajax.reporting.history import RESTART, START, Event, History, LoggedLines
 
-from megajax.reporting.history import Event, History
-from megajax.reporting.how_runs_end import FAILURES, INCOMPLETE, Ending, find_ending
+STOP = "supervisor_stop"
+"""The launcher's event if it does not start another attempt."""
 
-START, OPENING, RESTART, STOP = "start", "metrics_superseded", "restart", "supervisor_stop"
-"""The first event of an attempt; an event that may precede it; the launcher's events at its start and the last end."""
+FAILURES = frozenset(("crash", "hang", "lost"))
+"""Events of processes that failed. Their step is the one in progress."""
 
-LATE = frozenset(("save_committed", "save_failed"))
-"""Events written some time after their step."""
-
-SETUP = "setup"
-"""Phase of a process before the event `start`."""
-
-
-@dataclass
-class AttemptEvents:
-    """The events of an attempt."""
-
-    events: list[Event] = field(default_factory=list)
-    """Events of its processes in file order, without those of the launcher at its start and end."""
-    restart: Event | None = None
-    """The launcher's event at its start."""
-    start: Event | None = None
-    """The event `start`; None if its setup did not finish."""
-
-    def failed(self) -> bool:
-        """Whether the attempt or one of its processes has ended."""
-        return any(
-            event.name in FAILURES or event.name == "end" or "exit_code" in event.fields for event in self.events
-        )
+INCOMPLETE = FAILURES | {
+    *("signal", RESTART, STOP, ATTEMPT_END, "restored", "start_source", "save_retried"),
+    *("checkpoint_damaged", "checkpoint_fallback", "checkpoint_abandoned"),
+}
+"""Events whose step may not be complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class RecordedEnd:
+    """The end of an attempt, as it was recorded."""
+
+    text: str
+    reaction: str = ""
+    """The launcher's reaction, to be appended to `text`."""
+    code: int | None = None
+    """Exit code; None if unknown."""
+    failure: Event | None = None
+    """The first failure; None without a failure, or if unknown."""
+    cascade: tuple[Event, ...] = ()
+    """Later failures of other processes, and signals to them."""
+
+    @property
+    def orderly(self) -> bool:
+        """Whether the attempt was complete or stopped on request."""
+        return self.code in (SUCCESS, REQUEUE)
+
+
+@dataclass(frozen=True, slots=True)
+class PastAttempt:
     """An attempt of the run: one start of its processes. Times are on the common axis of `Event.at`."""
 
     number: int
@@ -62,10 +67,11 @@ class Attempt:
     """The last step that it logged."""
     start: Mapping[str, Any]
     """Fields of the event `start`: devices, processes."""
-    outcome: Ending
+    outcome: RecordedEnd
     restart: Event | None
     """The launcher's event at its start."""
     events: tuple[Event, ...]
+    """Without the records of its end."""
     rerun_steps: int
     """Number of its steps that a later attempt repeated."""
     rerun_seconds: float
@@ -87,159 +93,96 @@ class Attempt:
         return self.outcome.code
 
 
-def attempts(history: History) -> list[Attempt]:
+def attempts(history: History) -> list[PastAttempt]:
     """The attempts in events.jsonl, in order."""
-    groups = events_by_attempt(history.events)
-    rerun = _superseded(history, groups)
-    runs: list[Attempt] = []
-    for index, group in enumerate(groups):
-        later_groups = [later for later in groups[index + 1 :] if later.start is not None]
-        resumed_at = (later_groups[0].start.step or 0) if later_groups and later_groups[0].start else None
-        following = groups[index + 1] if index + 1 < len(groups) else None
-        runs.append(_attempt(history, runs, group, rerun.get(index, []), resumed_at, following))
+    groups, runs = defaultdict[int, list[Event]](list), list[PastAttempt]()
+    for event in history.events:
+        groups[event.attempt].append(event)
+    for number, following in zip_longest(sorted(groups), sorted(groups)[1:]):
+        logged = history.logged.get(number, LoggedLines())
+        runs.append(_attempt(history, logged, runs[-1:], groups[number], groups[following] if following else None))
     return runs
-
-
-def events_by_attempt(events: Sequence[Event]) -> list[AttemptEvents]:
-    """The events of each attempt.
-
-    Events of processes and the launcher are in the order of writing: early events of an attempt may follow its `start`,
-    and failures of a setup may have no `start`.
-    """
-    groups: list[AttemptEvents] = []
-    opening: list[Event] = []
-    for event in events:
-        now = groups[-1] if groups else None
-        if event.name == OPENING:
-            opening.append(event)
-        elif event.name == START:
-            group = _group_of_start(groups, event)
-            group.start = event
-            group.events = [event, *opening, *group.events]
-            opening = []
-        elif event.name == RESTART:
-            groups.append(AttemptEvents(restart=event))
-        elif now is None or _belongs_to_next(now, event):
-            groups.append(AttemptEvents([event]))
-        else:
-            now.events.append(event)
-    return groups
-
-
-def _group_of_start(groups: list[AttemptEvents], start: Event) -> AttemptEvents:
-    """The group of a `start`: the last group, or a new one with the events of its setup."""
-    begin = start.at - start.seconds("setup_seconds")
-    now = groups[-1] if groups else None
-    if now is None:
-        groups.append(AttemptEvents())
-    elif now.start is not None or (now.failed() and now.events[-1].at < begin):
-        early = [event for event in now.events if "setup_seconds" in start.fields and event.at >= begin]
-        early = [event for event in early if event.name not in ("end", START)]
-        now.events = [event for event in now.events if event not in early]
-        groups.append(AttemptEvents(early))
-    return groups[-1]
-
-
-def _belongs_to_next(group: AttemptEvents, event: Event) -> bool:
-    """Whether a failure in the setup belongs to a new attempt without other events."""
-    if event.fields.get("phase") != SETUP:
-        return False
-    if group.start is not None:
-        return group.failed() or any(earlier.name == "first_step" for earlier in group.events)
-    process = event.integer("process")
-    return any(earlier.name == event.name and earlier.integer("process") == process for earlier in group.events)
-
-
-def _superseded(history: History, groups: Sequence[AttemptEvents]) -> dict[int, list[float]]:
-    """Index of a group -> seconds of its repeated steps, in order."""
-    used, last, rerun_by_attempt = 0, None, {}
-    for index, group in enumerate(groups):
-        opening = next((event for event in group.events if event.name == OPENING), None)
-        count = (opening.integer("lines") or 0) if opening is not None else 0
-        lines = history.superseded_seconds[used : used + max(count, 0)]
-        used += len(lines)
-        if last is not None:
-            rerun_by_attempt[last] = [seconds for seconds in lines if seconds is not None]
-        if group.start is not None:
-            last = index
-    return rerun_by_attempt
 
 
 def _attempt(
     history: History,
-    before: Sequence[Attempt],
-    group: AttemptEvents,
-    rerun: Sequence[float],
-    resumed_at: int | None,
-    following: AttemptEvents | None,
-) -> Attempt:
-    """following: the next group. resumed_at: the step from which the next attempt that became ready resumed."""
-    events, start = tuple(group.events), group.start
+    logged: LoggedLines,
+    before: Sequence[PastAttempt],
+    events: Sequence[Event],
+    following: Sequence[Event] | None,
+) -> PastAttempt:
+    """before, following: the attempt before, if any, and the events of the next one."""
+    restart, start = _first(events, RESTART), _first(events, START)
+    launched = None if following is None else _first(following, RESTART)
+    begins = [event.at for event in events] if start is None else [start.at - start.seconds("setup_seconds")]
+    begins += [] if restart is None else [restart.at]
+    begin = max([min(begins), *(run.end for run in before)])
     work = [event for event in events if event.name not in INCOMPLETE]
-    first, last = _range(history, before, group, rerun, resumed_at)
-    launched = following.restart if following is not None else None
-    outcome = find_ending(events, launched, last, _total(history), followed=following is not None)
-    begin = _begin(group, before)
-    ready = None if start is None else max(start.at, begin)
+    if start is None:
+        first = last = sum(run.last_step - run.rerun_steps for run in before)
+    else:
+        first = start.step or 0
+        last = max([first, logged.last_step, *(event.step or 0 for event in work)])
     progress = max([begin, *(event.at for event in work)])
-    if start is not None and not any(event.name == "end" for event in events):
-        progress = max(progress, _last_logged(history, work, rerun, resumed_at))
+    if start is not None and logged.last is not None:
+        progress = max(progress, start.at_of(logged.last))
     end = max([progress, *(event.at for event in events)])
     if launched is not None:
         end = max(progress, launched.at - launched.seconds("seconds_down"))
-    return Attempt(
-        number=len(before) + 1,
+    # The start of an attempt is listed before what is written at the same moment.
+    listed = sorted(
+        (event for event in events if event.name != ATTEMPT_END),
+        key=lambda event: (event is not restart, event is not start),
+    )
+    return PastAttempt(
+        number=events[0].attempt,
         begin=begin,
-        ready=ready,
+        ready=None if start is None else max(start.at, begin),
         progress=progress,
         end=end,
         first_step=first,
         last_step=last,
         start={} if start is None else start.fields,
-        outcome=outcome,
-        restart=group.restart,
-        events=(*([group.restart] if group.restart else []), *events),
-        rerun_steps=len(rerun),
-        rerun_seconds=float(sum(rerun)),
+        outcome=_ending(events, launched, history.config.get("steps"), followed=following is not None),
+        restart=restart,
+        events=tuple(listed),
+        rerun_steps=len(logged.rerun),
+        rerun_seconds=float(sum(logged.rerun)),
     )
 
 
-def _begin(group: AttemptEvents, before: Sequence[Attempt]) -> float:
-    """Start of the setup, at or after the end of the previous attempt."""
-    times = [event.at for event in group.events]
-    if group.start is not None:
-        times = [group.start.at - group.start.seconds("setup_seconds")]
-    if group.restart is not None:
-        times.append(group.restart.at)
-    return max([min(times, default=0.0), *(run.end for run in before[-1:])])
+def _first(events: Sequence[Event], name: str) -> Event | None:
+    return next((event for event in events if event.name == name), None)
 
 
-def _range(
-    history: History, before: Sequence[Attempt], group: AttemptEvents, rerun: Sequence[float], resumed_at: int | None
-) -> tuple[int, int]:
-    """Number of steps before an attempt, and the last step that it logged."""
-    if group.start is None:
-        completed = before[-1].last_step - before[-1].rerun_steps if before else 0
-        return completed, completed
-    first, steps = group.start.step or 0, history.steps.step
-    logged_steps = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
-    done_steps = [event.step or 0 for event in group.events if event.name not in INCOMPLETE]
-    last = max([first, *logged_steps[-1:].tolist(), *done_steps])
-    return first, max(last, (resumed_at or 0) + len(rerun)) if rerun else last
+def _ending(events: Sequence[Event], launched: Event | None, total: Any, *, followed: bool) -> RecordedEnd:
+    """The end of the attempt with these events. launched: the launcher's event after it; total: steps of the run."""
+    ends = [event for event in events if event.name == ATTEMPT_END and event.text("by") in AUTHORITIES]
+    if not ends:
+        return RecordedEnd("no end recorded: killed" + (" or crashed" if followed else ", crashed, or still running"))
+    record = min(ends, key=lambda end: AUTHORITIES.index(end.text("by")))
+    process, code, text = record.integer("process"), record.integer("code"), record.text("text")
+    # A process knows best in what it failed.
+    words = [end for end in ends if end.text("by") == BY_PROCESS and end.integer("process") in (None, process)]
+    text = words[0].text("text") if words else text
+    if code == SUCCESS and text == "done" and isinstance(total, int) and (record.step or 0) < total:
+        text = f"done: step {record.step or 0:,} was its last"  # the config has more steps since then
+    stop = _first(events, STOP)
+    reaction = " (restarted)" * (launched is not None)
+    reaction += "" if stop is None else f"; not restarted: {_give_up_reason(stop)}".removesuffix(": ")
+    failures = [event for event in events if event.name in FAILURES]
+    if code == SUCCESS or not failures:
+        return RecordedEnd(text, reaction, code, None if code == SUCCESS else record)
+    failure = next((event for event in failures if event.integer("process") == process), None)
+    failure = failures[0] if process is None else failure
+    since = min(event.at for event in failures)
+    cascade = [event for event in events if event.name == "signal" and event.at >= since]
+    return RecordedEnd(text, reaction, code, failure or record, (*(e for e in failures if e is not failure), *cascade))
 
 
-def _last_logged(history: History, work: Sequence[Event], rerun: Sequence[float], resumed_at: int | None) -> float:
-    """End of the last logged step: the time of the last event that is written at its step, plus the steps since."""
-    timely = [event for event in work if event.step is not None and event.name not in LATE]
-    last = max(reversed(timely), key=lambda event: (event.step or 0, event.at), default=work[0])
-    saved = [event for event in work if event.name == "save_committed" and event.step == last.step]
-    blocked = sum(event.seconds("blocking_seconds") for event in saved) if last.name == "save_begun" else 0.0
-    since, upto = last.step or 0, np.inf if resumed_at is None else resumed_at
-    logged = (history.steps.step > since) & (history.steps.step <= upto)
-    logged_seconds = float(np.nansum(history.steps.column("step_seconds")[logged]))
-    return last.at + blocked + logged_seconds + sum(rerun[max(since - (resumed_at or 0), 0) :])
-
-
-def _total(history: History) -> int | None:
-    total = history.config.get("steps")
-    return total if isinstance(total, int) else None
+def _give_up_reason(stop: Event) -> str:
+    """Why the launcher gave up; "" if that only repeats the failure."""
+    code, why = stop.integer("code"), stop.text("why")
+    if why.startswith(("process ", "the command ")):
+        return ""
+    return (why or "the launcher gave up") + ("" if code is None else f" ({code})")

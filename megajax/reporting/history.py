@@ -3,7 +3,6 @@
 N: steps in metrics.jsonl.
 """
 
-import json
 import math
 from array import array
 from collections import defaultdict
@@ -20,11 +19,9 @@ from megajax.config.errors import UserError
 from megajax.config.read_limits import DOCUMENT, read_json
 from megajax.config.yaml_and_json import read_yaml
 from megajax.metrics.plots import LayerColumns, LayerHistory
-from megajax.metrics.record import parse
-from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.record import EVENTS, METRICS, is_step, is_time, read_lines, read_texts
+from megajax.metrics.run_folder import RunFolder
 
-LATEST = 253_402_300_800.0
-"""Seconds from 1970 to the year 10000: later times are invalid."""
 LARGEST_EXPONENT = 700.0
 """exp of more is no float: the perplexity of such a loss is infinite."""
 
@@ -41,10 +38,8 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> "Stamp":
-        """The stamp of a line of events.jsonl. Raises ValueError, TypeError or KeyError without a valid time."""
+        """The stamp of a line with a valid time."""
         time = float(line["time"])
-        if not 0 <= time < LATEST:
-            raise ValueError(f"time {time}")
         match line.get("clock"):
             case [str() as boot, int() | float() as seconds] if math.isfinite(seconds):
                 return cls(time, boot, float(seconds))
@@ -88,15 +83,10 @@ def common_times(stamps: Sequence[Stamp], attempt_starts: Sequence[bool]) -> lis
     return [at if certain else min(at, bound) for at, certain, bound in zip(times, certainties, bounds, strict=True)]
 
 
-MOST_STEPS = 2**53
-"""A larger number of steps is invalid."""
-LONGEST_LINE = 2**24
-"""Maximum characters of a line of metrics or events."""
+START, RESTART = "start", "restart"
+"""The first events of an attempt: of its processes, and of the launcher."""
 
-LINE_BEGINS = '{"time":'
-"""First characters of every line of events.jsonl."""
-
-BEGINNINGS = frozenset(("start", "restart", "metrics_superseded"))
+BEGINNINGS = frozenset((START, RESTART, "metrics_superseded"))
 """Events that start an attempt, possibly on another machine than the previous one."""
 
 
@@ -122,14 +112,25 @@ STATUS = {
 class Event:
     """A line of events.jsonl."""
 
-    time: float
-    """Seconds since 1970, as written."""
+    stamp: Stamp
     at: float
     """The time on the common axis of all lines, for durations; see `common_times`."""
+    attempt: int
+    """Number of its attempt, from 1."""
     name: str
     step: int | None
     fields: Mapping[str, Any]
     """Everything else in the line."""
+
+    @property
+    def time(self) -> float:
+        """Seconds since 1970, as written."""
+        return self.stamp.time
+
+    def at_of(self, stamp: Stamp) -> float:
+        """The time on the common axis of another line by the same process."""
+        same_boot = self.stamp.boot is not None and self.stamp.boot == stamp.boot
+        return self.at + (stamp.seconds - self.stamp.seconds if same_boot else stamp.time - self.stamp.time)
 
     def integer(self, name: str) -> int | None:
         """An integer field; None if it is missing or of another type."""
@@ -148,7 +149,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepColumns:
     """Training steps as columns, in order of steps."""
 
     step: np.ndarray
@@ -175,15 +176,34 @@ class Steps:
         return float(np.nanmedian(column)) if np.isfinite(column).any() else None
 
 
+@dataclass(slots=True)
+class LoggedLines:
+    """The lines of metrics of an attempt, with those that a later attempt has repeated."""
+
+    last_step: int = 0
+    last: Stamp | None = None
+    """When the last line of that step was written."""
+    rerun: list[float] = field(default_factory=list)
+    """Seconds of the steps that a later attempt repeated."""
+
+    def add(self, line: dict[str, Any], *, superseded: bool) -> None:
+        """Count a line."""
+        if line["step"] >= self.last_step:
+            self.last_step = line["step"]
+            self.last = Stamp.of(line) if is_time(line.get("time")) else self.last
+        if superseded and "split" not in line:
+            seconds = number_of(line.get("step_seconds"))
+            self.rerun.append(seconds if seconds > 0 else 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class History:
     """The contents of a run folder."""
 
     folder: Path
-    steps: Steps
-    superseded_seconds: tuple[float | None, ...]
-    """step_seconds of each line of metrics.superseded.jsonl (steps that a later attempt repeated), in file order; None
-    for an evaluation."""
+    steps: StepColumns
+    logged: Mapping[int, "LoggedLines"]
+    """Attempt -> its lines of metrics."""
     layers: LayerHistory
     evaluations: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """Split -> steps int64 and losses float64, of the same length."""
@@ -223,14 +243,20 @@ def read_history(run_dir: Path) -> History:
     folder = RunFolder(run_dir.expanduser())
     _require_run(folder)
     faults: list[str] = []
-    metrics = _read_metrics(folder.metrics, faults)
-    superseded = _read_superseded(folder.superseded, faults) if folder.superseded.exists() else ()
+    metrics, logged = _Columns(), defaultdict[int, LoggedLines](LoggedLines)
+    for line in read_lines(folder.metrics, METRICS, faults):
+        logged[_attempt_of(line, 1)].add(line, superseded=False)
+        for name in ("attempt", "time", "clock"):
+            line.pop(name, None)
+        metrics.add(line)
+    for line in read_lines(folder.superseded, METRICS, faults) if folder.superseded.exists() else ():
+        logged[_attempt_of(line, 1)].add(line, superseded=True)
     checkpoints = tuple(steps_in(folder.checkpoints))
     return History(
         folder=folder.path,
         steps=metrics.steps(),
         layers=metrics.layers.history(folder.layers),
-        superseded_seconds=tuple(superseded),
+        logged=logged,
         evaluations={split: _curve(points) for split, points in metrics.splits.items()},
         other_losses=frozenset(metrics.other_losses),
         tasks=metrics.tasks,
@@ -256,22 +282,6 @@ def _require_run(folder: RunFolder) -> None:
     raise UserError(
         f"{path} is not a run: it has no metrics.jsonl, events.jsonl or config.yaml.{hint} Give the run_dir of a run."
     )
-
-
-def _lines(path: Path, faults: list[str]) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            while line := file.readline(LONGEST_LINE):  # a longer one comes in pieces, which are no JSON
-                yield line
-    except FileNotFoundError:
-        faults.append(f"{path.name} is missing")
-    except OSError as error:
-        faults.append(f"{path.name} cannot be read: {error.strerror or error}")
-
-
-def _note_torn(path: Path, torn: int, faults: list[str]) -> None:
-    if torn:
-        faults.append(f"{path.name}: {torn} incomplete line{'s' * (torn > 1)} skipped")
 
 
 @dataclass
@@ -313,16 +323,16 @@ class _Columns:
     def _fill(self, column: array) -> None:
         column.extend([math.nan] * (len(self.step) - len(column)))
 
-    def steps(self) -> Steps:
+    def steps(self) -> StepColumns:
         for column in self.columns.values():
             self._fill(column)
         step = np.asarray(self.step, np.int64)
         order = np.argsort(step, kind="stable")
         columns = {name: np.asarray(column)[order] for name, column in self.columns.items()}
-        return Steps(step[order], columns, self.nonfinite)
+        return StepColumns(step[order], columns, self.nonfinite)
 
 
-def number_of(value: Any) -> float:
+def number_of(value: object) -> float:
     """A value of a file as a float; nan if it is not a finite number."""
     if not isinstance(value, int | float):
         return math.nan
@@ -333,64 +343,31 @@ def number_of(value: Any) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _metrics_lines(path: Path, faults: list[str]) -> Iterator[dict[str, Any]]:
-    torn = 0
-    for text in _lines(path, faults):
-        line = parse(text)
-        if line is None or not 0 <= line["step"] <= MOST_STEPS:
-            torn += bool(text.strip())
-        else:
-            yield line
-    _note_torn(path, torn, faults)
-
-
-def _read_metrics(path: Path, faults: list[str]) -> _Columns:
-    columns = _Columns()
-    for line in _metrics_lines(path, faults):
-        columns.add(line)
-    return columns
-
-
-def _read_superseded(path: Path, faults: list[str]) -> Iterator[float | None]:
-    for line in _metrics_lines(path, faults):
-        seconds = number_of(line.get("step_seconds"))
-        yield None if "split" in line else seconds if seconds > 0 else 0.0
-
-
 def _curve(points: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
     steps, losses = zip(*sorted(points.items()), strict=True)
     return np.asarray(steps, np.int64), np.asarray(losses, np.float64)
 
 
 def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
-    torn, lines = 0, []
-    for text in _lines(path, faults):
-        complete = _complete_line(text)
-        torn += complete != text.strip()
-        try:
-            line = json.loads(complete)
-            lines.append((Stamp.of(line), str(line["event"]), line))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-            torn += bool(complete) and complete == text.strip()
-    _note_torn(path, torn, faults)
+    lines = [(Stamp.of(line), str(line["event"]), line) for line in read_lines(path, EVENTS, faults)]
     times = common_times([stamp for stamp, *_ in lines], [name in BEGINNINGS for _, name, _ in lines])
+    attempt = 1
     for at, (stamp, name, line) in zip(times, lines, strict=True):
+        attempt = _attempt_of(line, attempt)
+        hidden = ("time", "clock", "event", "step", *["attempt"] * (name != RESTART))
+        fields = {key: value for key, value in line.items() if key not in hidden}
         step = line.get("step")
-        counts = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MOST_STEPS
-        fields = {key: value for key, value in line.items() if key not in ("time", "clock", "event", "step")}
-        yield Event(stamp.time, at, name, step if counts else None, fields)
+        yield Event(stamp, at, attempt, name, step if is_step(step) else None, fields)
 
 
-def _complete_line(text: str) -> str:
-    """The line; if a writer was killed within it and another continued behind it, the line of the other."""
-    text = text.strip()
-    start = text.rfind(LINE_BEGINS)
-    return text[start:] if start > 0 and not text.startswith("[") else text
+def _attempt_of(line: Mapping[str, Any], otherwise: int) -> int:
+    attempt = line.get("attempt")
+    return attempt if isinstance(attempt, int) and attempt > 0 else otherwise
 
 
 def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:
     try:
-        values = read_yaml("".join(_lines(path, faults)))
+        values = read_yaml("".join(read_texts(path, faults)))
     except ValueError:
         faults.append(f"{path.name} is not YAML")
         return {}
@@ -398,7 +375,7 @@ def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:
 
 
 def _read_differences(path: Path, faults: list[str]) -> Iterator[tuple[str, str, str]]:
-    for line in _lines(path, faults):
+    for line in read_texts(path, faults):
         name, colon, change = line.rstrip("\n").partition(": ")
         default, arrow, value = change.partition(" -> ")
         if colon and arrow:

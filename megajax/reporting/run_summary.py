@@ -3,14 +3,13 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megajax.display.text import byte_size, count, duration, moment, skipped_rows
-from megajax.reporting.attempts import STOP, Attempt, attempts
+from megajax.reporting.attempts import STOP, PastAttempt, attempts
 from megajax.reporting.history import LARGEST_EXPONENT, ROUTINE, STATUS, Event, History
-from megajax.reporting.wall_time import RunTimeline, Share, data_wait, goodput, time_by_cause, timeline
+from megajax.reporting.wall_time import RunTimeline, TimeShare, data_wait, goodput, time_by_cause, timeline
 
 TIME = "Where the time went"
 """Title of the table of wall time by cause."""
@@ -23,7 +22,7 @@ EVALUATIONS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SummaryTable:
     """Rows of text."""
 
     title: str
@@ -47,10 +46,10 @@ class RunSummary:
     """"good", "warning" or "bad"."""
     figures: Sequence[tuple[str, str, str]]
     """Name, value and remark of the headline numbers."""
-    shares: Sequence[Share]
-    attempts: Sequence[Attempt]
+    shares: Sequence[TimeShare]
+    attempts: Sequence[PastAttempt]
     timeline: RunTimeline | None
-    tables: Sequence[Table]
+    tables: Sequence[SummaryTable]
     """Tables with rows; the first is the time by cause, if `shares` are known."""
     faults: Sequence[str]
     """Missing or damaged files of the folder."""
@@ -66,11 +65,11 @@ def summarize(history: History, *, routine: int) -> RunSummary:
         _time(history, shares),
         _attempts(runs),
         _evaluations(history),
-        Table("Tasks", ("task", "after step", "figure", "value"), list(_tasks(history)), frozenset({1, 3})),
+        SummaryTable("Tasks", ("task", "after step", "figure", "value"), list(_tasks(history)), frozenset({1, 3})),
         _memory(runs),
         _events(runs, routine),
-        Table("The run", (), list(_facts(history, runs))),
-        Table("Config: differences from the defaults", ("setting", "value", "default"), differences),
+        SummaryTable("The run", (), list(_facts(history, runs))),
+        SummaryTable("Config: differences from the defaults", ("setting", "value", "default"), differences),
     ]
     return RunSummary(
         name=history.name,
@@ -85,7 +84,7 @@ def summarize(history: History, *, routine: int) -> RunSummary:
     )
 
 
-def _verdict(history: History, runs: Sequence[Attempt]) -> tuple[str, str]:
+def _verdict(history: History, runs: Sequence[PastAttempt]) -> tuple[str, str]:
     # Events may be later than the last line of metrics.jsonl.
     last_step = max([0, *history.steps.step[-1:].tolist(), *(run.last_step for run in runs[-1:])])
     total = history.config.get("steps")
@@ -106,19 +105,19 @@ def _verdict(history: History, runs: Sequence[Attempt]) -> tuple[str, str]:
     return f"{at}: {ending}; exit code {last.exit_code}{note}", status
 
 
-def _verdict_of(runs: Sequence[Attempt]) -> Sequence[Attempt]:
+def _verdict_of(runs: Sequence[PastAttempt]) -> Sequence[PastAttempt]:
     """The attempt that determines the verdict, and later attempts that were rejected for their settings."""
     trained = [index for index, run in enumerate(runs) if run.ready is not None or run.exit_code != 2]
     return runs[trained[-1] :] if trained else runs[-1:]
 
 
-def _lost_metrics(history: History, runs: Sequence[Attempt]) -> Iterator[str]:
+def _lost_metrics(history: History, runs: Sequence[PastAttempt]) -> Iterator[str]:
     exists = (history.folder / "metrics.jsonl").exists()  # history.faults names a missing file
     if exists and not len(history.steps) and any(run.last_step > run.first_step for run in runs):
         yield f"metrics.jsonl has no steps, but events.jsonl reaches step {runs[-1].last_step:,}: metrics are lost"
 
 
-def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str, str]]:
+def _figures(history: History, runs: Sequence[PastAttempt]) -> Iterator[tuple[str, str, str]]:
     steps = history.steps
     if not len(steps):
         return
@@ -144,7 +143,7 @@ def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, s
         yield "goodput", f"{run_goodput.share:.1%}", "of the wall time in steps whose result was kept"
 
 
-def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str]]:
+def _facts(history: History, runs: Sequence[PastAttempt]) -> Iterator[tuple[str, str]]:
     steps, checkpoints = history.steps, history.checkpoints
     yield "folder", str(history.folder.resolve())
     if runs:
@@ -171,14 +170,14 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
     yield "versions", f"{versions} (at the newest checkpoint)" if versions else "unknown: stored in checkpoints only"
 
 
-def _time(history: History, shares: Sequence[Share]) -> Table:
+def _time(history: History, shares: Sequence[TimeShare]) -> SummaryTable:
     rows = [(share.cause, duration(share.seconds), f"{share.part:.1%}", share.note) for share in shares]
     wait = data_wait(history)
     note = "" if wait is None else f"Process 0 waited {duration(wait)} for data, while devices may have been busy."
-    return Table(TIME, (), rows, frozenset({1, 2}), note)
+    return SummaryTable(TIME, (), rows, frozenset({1, 2}), note)
 
 
-def _attempts(runs: Sequence[Attempt]) -> Table:
+def _attempts(runs: Sequence[PastAttempt]) -> SummaryTable:
     rows = [
         (
             str(run.number),
@@ -194,10 +193,10 @@ def _attempts(runs: Sequence[Attempt]) -> Table:
         for run in runs
     ]
     headings = ("attempt", "started", "duration", "from step", "to step", "run again", "devices", "exit code", "end")
-    return Table("Attempts", headings, rows, frozenset({2, 3, 4, 5, 6, 7}))
+    return SummaryTable("Attempts", headings, rows, frozenset({2, 3, 4, 5, 6, 7}))
 
 
-def _cascade(run: Attempt) -> str:
+def _cascade(run: PastAttempt) -> str:
     """The number of processes that failed after the first one, as text."""
     processes = {event.integer("process") for event in run.outcome.cascade if event.name != "signal"}
     processes -= {run.outcome.failure.integer("process")} if run.outcome.failure is not None else set()
@@ -205,7 +204,7 @@ def _cascade(run: Attempt) -> str:
     return f"; then {count} other process{'es' * (count != 1)} failed" if count else ""
 
 
-def _evaluations(history: History) -> Table:
+def _evaluations(history: History) -> SummaryTable:
     rows, omitted = [], 0
     for split, (steps, losses) in history.evaluations.items():
         best = int(np.nanargmin(losses)) if np.isfinite(losses).any() else -1
@@ -218,7 +217,9 @@ def _evaluations(history: History) -> Table:
             lowest = "lowest" if index == best and len(steps) > 1 else ""
             rows.append((split, f"{int(steps[index]):,}", number(loss), perplexity, lowest))
     note = f"{omitted:,} earlier evaluations omitted." if omitted else ""
-    return Table("Evaluations", ("split", "after step", "loss", "perplexity", ""), rows, frozenset({1, 2, 3}), note)
+    return SummaryTable(
+        "Evaluations", ("split", "after step", "loss", "perplexity", ""), rows, frozenset({1, 2, 3}), note
+    )
 
 
 def _tasks(history: History) -> Iterator[tuple[str, str, str, str]]:
@@ -227,7 +228,7 @@ def _tasks(history: History) -> Iterator[tuple[str, str, str, str]]:
             yield task, f"{step:,}", name.replace("_", " "), number(value)
 
 
-def _memory(runs: Sequence[Attempt]) -> Table:
+def _memory(runs: Sequence[PastAttempt]) -> SummaryTable:
     rows = []
     for run in runs:
         for event in run.events:
@@ -237,10 +238,10 @@ def _memory(runs: Sequence[Attempt]) -> Table:
                 sizes = [byte_size(part) if isinstance(part, int | float) else "?" for part in parts]
                 rows.append((str(run.number), byte_size(total), *sizes))
     headings = ("attempt", "total", "state and batch", "temporaries", "outputs", "program")
-    return Table("Memory of the compiled step, per device", headings, rows, frozenset(range(1, 6)))
+    return SummaryTable("Memory of the compiled step, per device", headings, rows, frozenset(range(1, 6)))
 
 
-def _events(runs: Sequence[Attempt], routine: int) -> Table:
+def _events(runs: Sequence[PastAttempt], routine: int) -> SummaryTable:
     events = [event for run in runs for event in _in_order(run)]
     usual = [index for index, event in enumerate(events) if event.name in ROUTINE]
     dropped = set(usual[: max(len(usual) - routine, 0)])
@@ -252,10 +253,10 @@ def _events(runs: Sequence[Attempt], routine: int) -> Table:
     note = f"{len(dropped):,} earlier saves, evaluations and other routine events omitted." if dropped else ""
     headings = ("time", "step", "event", "details")
     row_status = ["plain" if id(event) in cascade else STATUS.get(event.name, "plain") for event in listed]
-    return Table("Events", headings, rows, frozenset({1}), note, row_status)
+    return SummaryTable("Events", headings, rows, frozenset({1}), note, row_status)
 
 
-def _in_order(run: Attempt) -> list[Event]:
+def _in_order(run: PastAttempt) -> list[Event]:
     """The events of an attempt by time, its first failure before the failures that it caused."""
     failure, cascade = run.outcome.failure, {id(event) for event in run.outcome.cascade}
 
@@ -272,7 +273,7 @@ def details(event: Event) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in fields.items())
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     match value:
         case dict():
             return "(" + ", ".join(f"{name.replace('_', ' ')} {_plain(item)}" for name, item in value.items()) + ")"

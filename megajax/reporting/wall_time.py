@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.display.charts import Box, Mark, Timeline
+from megajax.display.charts import Box, EventMark, TimelineChart
 from megajax.display.text import duration
+from megajax.faults.attempt_end import describe_failure
 from megajax.metrics.throughput import Goodput
-from megajax.reporting.attempts import Attempt
+from megajax.reporting.attempts import PastAttempt
 from megajax.reporting.history import STATUS, Event, History
-from megajax.reporting.how_runs_end import describe_failure
 
 STEPS = "steps"
 
@@ -41,7 +41,7 @@ KNOWN_PHASES = frozenset(("seconds_data_wait", "seconds_evaluation", "seconds_sa
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TimeShare:
     """A part of the wall time."""
 
     cause: str
@@ -51,7 +51,7 @@ class Share:
     note: str = ""
 
 
-def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
+def time_by_cause(history: History, runs: Sequence[PastAttempt]) -> list[TimeShare]:
     """The wall time from the start of the first attempt to the end of the last, by cause; [] without attempts.
 
     The shares add up to the wall time; the last one is the unexplained rest.
@@ -88,10 +88,12 @@ def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
     wall = max(runs[-1].end - runs[0].begin, 1e-9)
     causes["other"] = max(wall - sum(causes.values()), 0.0)
     wall = max(wall, sum(causes.values()))
-    return [Share(cause, seconds, seconds / wall, NOTES.get(cause, "")) for cause, seconds in causes.items() if seconds]
+    return [
+        TimeShare(cause, seconds, seconds / wall, NOTES.get(cause, "")) for cause, seconds in causes.items() if seconds
+    ]
 
 
-def goodput(history: History, runs: Sequence[Attempt]) -> Goodput | None:
+def goodput(history: History, runs: Sequence[PastAttempt]) -> Goodput | None:
     """The share of the wall time in steps whose result was kept; None without attempts."""
     shares = {share.cause: share.seconds for share in time_by_cause(history, runs)}
     if not shares:
@@ -100,7 +102,7 @@ def goodput(history: History, runs: Sequence[Attempt]) -> Goodput | None:
     return Goodput(effective + sum(shares.values()), effective, len(runs), shares)
 
 
-def exposed_wait(history: History, runs: Sequence[Attempt]) -> tuple[float, float]:
+def exposed_wait(history: History, runs: Sequence[PastAttempt]) -> tuple[float, float]:
     """Estimated seconds that devices waited for data: (within step times, between steps).
 
     The process waits for the rows of a step while the previous step runs. A wait therefore prolongs the previous step:
@@ -120,7 +122,7 @@ def exposed_wait(history: History, runs: Sequence[Attempt]) -> tuple[float, floa
     return float(np.minimum(excess[:-1], waits[1:])[following].sum()), float(waits[idle].sum())
 
 
-def _typical(history: History, runs: Sequence[Attempt]) -> float:
+def _typical(history: History, runs: Sequence[PastAttempt]) -> float:
     """Median seconds of all steps except the first of each attempt; 0 without such steps."""
     steps = history.steps
     times = steps.column("step_seconds")[~np.isin(steps.step, [run.first_step + 1 for run in runs])]
@@ -172,7 +174,7 @@ APART = 0.02
 """Minimum distance between numbers of attempts, as a share of the time; closer numbers are omitted."""
 
 
-class Span(NamedTuple):
+class TimedPhase(NamedTuple):
     """A phase of a run; times in seconds since its start."""
 
     cause: str
@@ -184,9 +186,9 @@ class Span(NamedTuple):
 class RunTimeline:
     """The bar of a run."""
 
-    spans: Sequence[Span]
+    spans: Sequence[TimedPhase]
     """Later spans cover earlier ones."""
-    marks: Sequence[Mark]
+    marks: Sequence[EventMark]
     starts: Sequence[tuple[float, str]]
     """Start and number of each attempt."""
     length: float
@@ -198,7 +200,7 @@ class RunTimeline:
         boxes: dict[str, list[Box]] = defaultdict(list)
         for span in self.spans:
             boxes[span.cause.replace(" ", "-")].append(Box(0, span.start / unit, span.length / unit))
-        return Timeline(
+        return TimelineChart(
             title="phases of the run",
             rows=("attempt",),
             boxes=boxes,
@@ -240,30 +242,30 @@ class RunTimeline:
                 yield at, number
 
 
-def timeline(runs: Sequence[Attempt]) -> RunTimeline | None:
+def timeline(runs: Sequence[PastAttempt]) -> RunTimeline | None:
     """The bar of a run; None if no time has passed."""
     if not runs or runs[-1].end <= runs[0].begin:
         return None
     begin = runs[0].begin
     spans = [
-        Span(cause, start - begin, end - start)
+        TimedPhase(cause, start - begin, end - start)
         for run, after in zip_longest(runs, runs[1:])
         for cause, start, end in _phases(run, after)
         if end > start
     ]
     several = any((run.start.get("processes") or 1) != 1 for run in runs)
     marks = [
-        Mark(event.at - begin, kind, _mark_text(event, several=several), line=kind != "save")
+        EventMark(event.at - begin, kind, _mark_text(event, several=several), line=kind != "save")
         for run in runs
         for event in run.events
         if (kind := MARKED.get(event.name))
     ]
-    marks += [Mark(run.begin - begin, "resume", _resume_text(run)) for run in runs[1:]]
+    marks += [EventMark(run.begin - begin, "resume", _resume_text(run)) for run in runs[1:]]
     starts = [(run.begin - begin, str(run.number)) for run in runs]
     return RunTimeline(spans, marks, starts, runs[-1].end - begin)
 
 
-def _phases(run: Attempt, after: Attempt | None) -> Iterator[tuple[str, float, float]]:
+def _phases(run: PastAttempt, after: PastAttempt | None) -> Iterator[tuple[str, float, float]]:
     """Cause, start and end of the phases of an attempt, in drawing order."""
     ready = run.ready or run.end
     yield "setup", run.begin, ready
@@ -287,12 +289,12 @@ def _phases(run: Attempt, after: Attempt | None) -> Iterator[tuple[str, float, f
 
 def _mark_text(event: Event, *, several: bool) -> str:
     if event.name in ("crash", "hang", "lost"):
-        return describe_failure(event, several=several)
+        return describe_failure(event.name, {**event.fields, "step": event.step}, several=several)
     why = event.text("why") or event.text("message") or event.text("signal")
     step = "" if event.step is None else f"step {event.step:,}: "
     return f"{step}{event.name.replace('_', ' ')}{': ' * bool(why)}{why}"
 
 
-def _resume_text(run: Attempt) -> str:
+def _resume_text(run: PastAttempt) -> str:
     detail = f" after step {run.first_step:,}" if run.ready is not None else ", which did not finish its setup"
     return f"attempt {run.number}{detail}"

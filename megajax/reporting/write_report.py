@@ -2,28 +2,28 @@
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table
 from rich.text import Text
 
 from megajax.config.errors import UserError
-from megajax.display.charts import LineChart, Mark, Segment, Series, legend, stacked_bar
-from megajax.display.pages import figures, header, page, section, table
+from megajax.display.charts import BarSegment, EventMark, LineChart, Series, legend, stacked_bar
 from megajax.display.text import duration
 from megajax.metrics.plots import running_mean
-from megajax.metrics.runfolder import RunFolder, write_atomically
+from megajax.metrics.run_folder import RunFolder, write_atomically
 from megajax.metrics.throughput import Goodput
-from megajax.reporting.attempts import Attempt, attempts
+from megajax.reporting.attempts import PastAttempt, attempts
 from megajax.reporting.history import ROUTINE, STATUS, History, read_history
-from megajax.reporting.run_summary import TIME, RunSummary, Table, details, summarize
+from megajax.reporting.run_summary import TIME, RunSummary, SummaryTable, details, summarize
 from megajax.reporting.wall_time import goodput
 from megajax.storage.write_errors import write_fault
 
@@ -51,7 +51,7 @@ UNMARKED = ROUTINE - {"save_committed", "evaluate"} | {"start", "end", "restart"
 """Events without a mark."""
 
 
-def curves(history: History, runs: Sequence[Attempt]) -> list[LineChart]:
+def curves(history: History, runs: Sequence[PastAttempt]) -> list[LineChart]:
     """The loss, then all other metrics with finite values."""
     marks = list(_marks(runs))
     lines = [mark for mark in marks if mark.line]
@@ -129,15 +129,15 @@ def _other_charts(history: History, compiling: Collection[int]) -> Iterator[Line
             yield chart(name.replace("_", " "), "", {name.replace("_", " "): name}, scale=scale)
 
 
-def _marks(runs: Sequence[Attempt]) -> Iterator[Mark]:
+def _marks(runs: Sequence[PastAttempt]) -> Iterator[EventMark]:
     for run in runs:
         if run.number > 1:
-            yield Mark(run.first_step, "resume", f"attempt {run.number} resumes after step {run.first_step:,}")
+            yield EventMark(run.first_step, "resume", f"attempt {run.number} resumes after step {run.first_step:,}")
         for event in run.events:
             if event.step is not None and event.name not in UNMARKED:
                 text = f"step {event.step:,}: {event.name.replace('_', ' ')} ({details(event)})"
                 routine = {"save_committed": "save", "evaluate": "evaluate"}.get(event.name)
-                yield Mark(event.step, routine or STATUS.get(event.name, "plain"), text, line=routine is None)
+                yield EventMark(event.step, routine or STATUS.get(event.name, "plain"), text, line=routine is None)
 
 
 WIDTH = 160
@@ -198,10 +198,10 @@ def close_run(run_dir: Path, page: bool) -> tuple[str | None, Goodput | None]:
 def _print(summary: RunSummary, console: Console) -> None:
     for fault in summary.faults:
         console.print(Text(f"! {fault}", style="yellow"))
-    for block in (Table("Figures", (), summary.figures), *summary.tables):
+    for block in (SummaryTable("Figures", (), summary.figures), *summary.tables):
         if not block.rows:
             continue
-        grid = Grid(box=None, pad_edge=False, padding=(0, 2), header_style="dim", show_header=bool(block.headings))
+        grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim", show_header=bool(block.headings))
         for column, heading in enumerate(block.headings or [""] * len(block.rows[0])):
             justify = "right" if column in block.numbers else "left"
             grid.add_column(heading, justify=justify, overflow="fold", no_wrap=column == 0, style="dim" * (column == 0))
@@ -220,19 +220,18 @@ def _write_page(history: History, path: Path | None) -> str:
     summary = summarize(history, routine=PAGE_EVENTS)
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}"
     footer = f"Written {now} from {history.folder.resolve()} by python -m megajax.report."
-    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in summary.faults)
     body = [
-        header(summary.name, verdict=(summary.status, summary.verdict)),
+        _header(summary.name, verdict=(summary.status, summary.verdict)),
         f'<ul class="faults">{faults}</ul>' if faults else "",
-        figures(summary.figures),
+        _figures(summary.figures),
         *_timeline(summary),
         *_charts([chart.thinned() for chart in curves(history, summary.attempts)]),
-        *(section(heat_map.title, heat_map.svg()) for heat_map in history.layers.heat_maps()),
+        *(_section(heat_map.title, heat_map.svg()) for heat_map in history.layers.heat_maps()),
         *_tables(summary),
         f"<footer>{escape(footer)}</footer>",
     ]
-    write_atomically(path, page(f"{summary.name}: report", body, style=style, script=script))
+    write_atomically(path, _page(f"{summary.name}: report", body))
     return f"report: {path}"
 
 
@@ -245,7 +244,7 @@ def _timeline(summary: RunSummary) -> Iterator[str]:
     causes = {span.cause: None for span in summary.timeline.spans}
     keys = [(cause.replace(" ", "-"), cause, "") for cause in causes] + keys
     body = f'<div class="timeline">{summary.timeline.svg()}</div>{legend(keys)}'
-    yield section("Timeline", body, "wall time, with the numbers of attempts")
+    yield _section("Timeline", body, "wall time, with the numbers of attempts")
 
 
 def _charts(charts: Sequence[LineChart]) -> Iterator[str]:
@@ -267,7 +266,7 @@ def _chart(chart: LineChart, *, with_marks: bool = False) -> str:
     data = json.dumps(chart.data()).replace("<", "&lt;")
     plot = f'<div class="plot">{chart.svg()}<script type="application/json">{data}</script></div>'
     remarks = ", ".join(filter(None, (chart.unit, "logarithmic" * chart.logarithmic)))
-    return section(chart.title, plot + (legend(keys) if keys else ""), remarks)
+    return _section(chart.title, plot + (legend(keys) if keys else ""), remarks)
 
 
 def _tables(summary: RunSummary) -> Iterator[str]:
@@ -276,11 +275,58 @@ def _tables(summary: RunSummary) -> Iterator[str]:
         if block is summary.tables[0] and summary.shares:
             bar = stacked_bar(
                 [
-                    Segment(share.cause, share.seconds, duration(share.seconds), share.cause.replace(" ", "-"))
+                    BarSegment(share.cause, share.seconds, duration(share.seconds), share.cause.replace(" ", "-"))
                     for share in summary.shares
                 ]
             )
         kinds = [status if status != "plain" else "" for status in block.row_status]
-        body = table(block.headings, block.rows, block.numbers, kinds)
+        body = _table(block.headings, block.rows, block.numbers, kinds)
         note = f'<p class="note">{escape(block.note)}</p>' if block.note else ""
-        yield section(block.title, bar + body + note)
+        yield _section(block.title, bar + body + note)
+
+
+def _page(title: str, body: Iterable[str]) -> str:
+    """A self-contained HTML page: no network, no other files."""
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><main>",
+        *body,
+        f"</main><script>{script}</script></body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _header(title: str, remark: str = "", verdict: tuple[str, str] | None = None) -> str:
+    """The title of a page. verdict: its status (good, warning or bad) and text."""
+    frame = "" if verdict is None else f'<span class="verdict {verdict[0]}">{escape(verdict[1])}</span> '
+    return f"<header><h1>{escape(title)}</h1><p>{frame}{escape(remark)}</p></header>"
+
+
+def _figures(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Cards with name, value and remark of the most important numbers."""
+    cards = (f"<div><span>{escape(n)}</span><b>{escape(v)}</b><span>{escape(r)}</span></div>" for n, v, r in rows)
+    return f'<div class="figures">{"".join(cards)}</div>' if rows else ""
+
+
+def _section(title: str, body: str, remark: str = "") -> str:
+    """A card with a heading. body: HTML."""
+    small = f"<small>{escape(remark)}</small>" if remark else ""
+    return f"<section><h2>{escape(title)}{small}</h2>{body}</section>"
+
+
+def _table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = (), kinds: Sequence[str] = ()
+) -> str:
+    """A table. numbers: right-aligned columns; kinds: CSS class of each row. Without headings, no head."""
+    rows = [*rows]
+    flush = [' class="n"' if place in numbers else "" for place in range(max(map(len, rows), default=0))]
+    head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(flush, headings, strict=False))
+    lines = []
+    for row, kind in zip_longest(rows, kinds, fillvalue=""):
+        cells = "".join(f"<td{side}>{escape(text)}</td>" for side, text in zip(flush, row, strict=True))
+        lines.append(f"<tr{f' class="{kind}"' if kind else ''}>{cells}</tr>")
+    header_row = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f'<div class="scroll"><table>{header_row}<tbody>{"".join(lines)}</tbody></table></div>'

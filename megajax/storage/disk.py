@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 import threading
 from pathlib import Path
 
@@ -38,6 +39,19 @@ def probe(folder: Path) -> None:
             os.fsync(file.fileno())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_regular(path: Path, *, append: bool = False) -> int:
+    """The descriptor of a file to read, or to read and append to, which is created if it is missing.
+
+    Raises OSError, also for a pipe or a device, which could be waited for.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 def remove(path: Path) -> None:
@@ -79,11 +93,11 @@ def write_whole(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Writes a small file atomically: after a crash it is complete or does not exist."""
+def write_durably(path: Path, content: bytes | str) -> None:
+    """Writes a file atomically: after a crash it is complete or does not exist."""
     temporary = path.with_name(path.name + ".writing")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)

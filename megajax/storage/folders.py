@@ -2,6 +2,7 @@
 
 import os
 import stat
+from abc import ABC, abstractmethod
 from functools import singledispatch
 from pathlib import Path
 
@@ -10,7 +11,18 @@ import numpy as np
 from megajax.config.read_limits import Budget, Limits, read_file
 from megajax.storage.stores import Store
 
-type Folder = Path | Store
+
+class ServedFolder(ABC):
+    """A folder that another process serves."""
+
+    name: str
+
+    @abstractmethod
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """A range of a file. Raises ConnectionError, ValueError for a shorter file."""
+
+
+type Folder = Path | Store | ServedFolder
 
 
 @singledispatch
@@ -25,7 +37,7 @@ def _(folder: Path, name: str, limits: Limits) -> bytes:
 
 
 @read_small.register
-def _(folder: Store, name: str, limits: Limits) -> bytes:
+def _(folder: Store | ServedFolder, name: str, limits: Limits) -> bytes:
     content = folder.read(name)
     Budget(f"{folder}/{name}", limits).spend(bytes=len(content))
     return content
@@ -47,7 +59,7 @@ def _(folder: Path, name: str, target: np.ndarray, start: int) -> int:
 
 
 @read_into.register
-def _(folder: Store, name: str, target: np.ndarray, start: int) -> int:
+def _(folder: Store | ServedFolder, name: str, target: np.ndarray, start: int) -> int:
     if not target.size:
         return 0
     try:

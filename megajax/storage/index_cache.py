@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.storage.reading import with_retries
+from megajax.storage.retried_reads import with_retries
 from megajax.storage.write_errors import write_fault
 
 MAGIC = b"MEGAJAX ARRAYS 2\n"
@@ -231,7 +231,7 @@ class _Space:
         self._file, self.end = file, len(MAGIC)
         self._arrays: dict[int, tuple[np.ndarray, int]] = {}
 
-    def new(self, shape: tuple[int, ...] | int, dtype: Any) -> np.ndarray:
+    def new(self, shape: tuple[int, ...] | int, dtype: np.dtype | type) -> np.ndarray:
         """Zeros in the file. Raises _CannotStore, for example if the disk is full."""
         dtype, shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else shape
         count = int(np.prod(shape, dtype=np.int64))

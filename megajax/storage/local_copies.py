@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
+from megajax.config.paths_and_store_urls import store_url
+from megajax.config.read_limits import utf8_text
 from megajax.storage.disk import demand_space
 from megajax.storage.index_cache import user_cache
 from megajax.storage.ranged_files import INDEX, BlockCache, replaced
@@ -142,3 +143,11 @@ def _copy(store: Store, name: str, generation: bytes, path: Path, find_size: Cal
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_text(path: str) -> str:
+    """The text of a UTF-8 file, on a disk or in a store, with its original newlines. Raises UserError, StoreError."""
+    try:
+        return utf8_text(local_file(path).read_bytes(), path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}. Give a local file.") from error

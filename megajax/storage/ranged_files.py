@@ -21,7 +21,7 @@ from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.storage.disk import write_whole
 from megajax.storage.index_cache import user_cache
-from megajax.storage.reading import ChangedFile
+from megajax.storage.retried_reads import ChangedFile
 from megajax.storage.stores import Store, in_parallel, open_object
 
 BLOCK = 1 << 20
@@ -239,10 +239,10 @@ def replaced(url: str, missing: str) -> ChangedFile:
 
 
 BUFFER = 1 << 23
-"""Bytes that `open_stored` requests at a time."""
+"""Bytes that `open_cached_object` requests at a time."""
 
 
-def open_stored(url: str, generation: bytes) -> io.BufferedReader:
+def open_cached_object(url: str, generation: bytes) -> io.BufferedReader:
     """An object, open for reading in order; its blocks are kept in the user's cache folder.
 
     Raises ChangedFile on a read if it has another generation, StoreError.

@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
+from megajax.config.paths_and_store_urls import store_url
 from megajax.storage.disk import write_whole
 from megajax.storage.index_cache import user_cache
-from megajax.storage.reading import FIRST_WAIT, LONGEST_WAIT, RETRIES
+from megajax.storage.retried_reads import FIRST_WAIT, LONGEST_WAIT, RETRIES
 from megajax.storage.safe_paths import is_below
 
 DRIVERS: Mapping[str, str] = MappingProxyType({"s3": "s3", "gs": "gcs"})

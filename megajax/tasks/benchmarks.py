@@ -8,15 +8,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from megajax.batch import Rows
 from megajax.config.errors import UserError
 from megajax.data.language_benchmarks import glue, race
 from megajax.data.language_benchmarks.config import GLUE, VALIDATION, BenchmarkConfig, GlueConfig, RaceConfig
-from megajax.metrics.runfolder import RunFolder, write_atomically
+from megajax.metrics.run_folder import RunFolder, write_atomically
 from megajax.tasks.config import BenchmarkTaskConfig, GlueTaskConfig, RaceTaskConfig
-from megajax.tasks.statistics import f1, matthews, mean, pearson, spearman
-from megajax.training.scoring import Figure, Figures, Scorer, demand_outputs
+from megajax.tasks.statistics import Figure, Figures, f1, matthews, mean, pearson, spearman
+from megajax.training.program import Program
+from megajax.training.scorer import Scorer
 
 type Metric = Callable[[np.ndarray, np.ndarray], Figure]
+
+
+def demand_outputs(program: Program, task: str) -> None:
+    """Raises UserError, which names the task, for a model without outputs of whole rows."""
+    if not hasattr(program.abstract, "outputs"):
+        model = type(program.cfg.model).__name__
+        raise UserError(f"{task} needs a model with outputs of whole rows, for example classes; {model} has none")
 
 
 class BenchmarkTask[C: BenchmarkConfig]:
@@ -35,7 +44,7 @@ class BenchmarkTask[C: BenchmarkConfig]:
         """The examples of the split. Raises UserError for files in another format."""
         return read_split(self.data, self.split, self.scorer.tokenizer, self.scorer.program.cfg.model.schema())
 
-    def scores_and_losses(self, examples: Any) -> tuple[np.ndarray, np.ndarray]:
+    def scores_and_losses(self, examples: Sequence[Rows]) -> tuple[np.ndarray, np.ndarray]:
         """The model's predictions: scores [examples, ...] and losses [examples]."""
         outputs = self.scorer.outputs(examples)
         return outputs["scores"], outputs["losses"]
@@ -52,7 +61,7 @@ def as_table(predictions: Sequence[Any]) -> str:
     return "index\tprediction\n" + "".join(f"{number}\t{prediction}\n" for number, prediction in enumerate(predictions))
 
 
-def as_lines(content: Any) -> str:
+def as_lines(content: object) -> str:
     """JSON with one entry per line."""
     return json.dumps(content, indent=0, ensure_ascii=False) + "\n"
 

@@ -11,10 +11,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from megajax.config.errors import UserError
-from megajax.mesh.processes.peers import Peers
+from megajax.processes.peers import Peers
 from megajax.storage.index_cache import checked_line, checked_values
 from megajax.storage.write_errors import write_fault
-from megajax.training.scoring import Answer, Window
+from megajax.training.scorer import Window, WindowScore
 
 
 class RequestCache:
@@ -32,13 +32,13 @@ class RequestCache:
         self._digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         self.path = folder / (f"{self._digest}.{part}.jsonl" if part else f"{self._digest}.jsonl")
         self._first = jax.process_index() == 0
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, WindowScore] = {}
         self._text = b""
         Peers("evaluation cache").check(lambda: self._open(folder) if self._first else None)
         for line in _everywhere(self._text).split(b"\n"):
             if (values := checked_values(line)) is not None:
                 digest, value, correct = values
-                self._answers[digest] = Answer(float.fromhex(value), correct)
+                self._answers[digest] = WindowScore(float.fromhex(value), correct)
         self.loaded = len(self._answers)
         """Number of answers from earlier attempts."""
 
@@ -54,11 +54,11 @@ class RequestCache:
             problem = f"{self.path}: cannot be written: {write_fault(error)}"
             raise UserError(f"{problem}. Set --output or --cache=false.") from error
 
-    def get(self, windows: Sequence[Window]) -> list[Answer | None]:
+    def get(self, windows: Sequence[Window]) -> list[WindowScore | None]:
         """The answers of these windows, None for new ones."""
         return [self._answers.get(_digest(window)) for window in windows]
 
-    def put(self, windows: Sequence[Window], answers: Sequence[Answer]) -> None:
+    def put(self, windows: Sequence[Window], answers: Sequence[WindowScore]) -> None:
         """Write the answers of a batch to the file before returning."""
         for window, answer in zip(windows, answers, strict=True):
             self._answers[_digest(window)] = answer

@@ -3,40 +3,36 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from megajax.config.bounds import Bounds, Count, Index, NotEmpty
 from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText, StoredText, store_url
+from megajax.config.paths_and_store_urls import PathText, StoredText, store_url
 from megajax.training.run_config import RunConfig
+
+type File = Annotated[StoredText, NotEmpty()]
+type Stride = Annotated[int, Bounds(at_least=1, hint="none: windows that do not overlap")]
 
 
 class LanguageTask(Builds):
     """Base of the tasks of causal language models."""
 
-    __slots__ = ()
-
     def build(self, scorer: Any) -> Any:
         """Raises UserError for other kinds of models, and for missing data."""
-        resolve("megajax.training.scoring:demand_scores")(scorer.program)
-        return Builds.build(self, scorer)
+        resolve("megajax.training.scorer:demand_scores")(scorer.program)
+        return super().build(scorer)
 
     def problems(self) -> list[Problem]:
-        """Strides below 1, empty paths, and files that do not exist. Token files are checked when they are opened."""
-        stride, problems = getattr(self, "stride", None), list[Problem]()
-        if stride is not None and stride < 1:
-            hint = "none: windows that do not overlap"
-            problems.append(Problem("stride", f"must be at least 1, got {stride}", hint))
-        files = {name: getattr(self, name) for name in ("path", "paths") if hasattr(self, name)}
-        problems += [Problem(name, "is empty") for name, value in files.items() if not (value and all(value))]
-        path = files.get("path")
-        if path and store_url(path) is None and not Path(path).expanduser().is_file():
+        """Files that do not exist. Token files are checked when they are opened."""
+        path = getattr(self, "path", None)
+        if path is not None and store_url(path) is None and not Path(path).expanduser().is_file():
             hint = "nothing is downloaded: give a local file, or s3://BUCKET/FILE or gs://BUCKET/FILE"
-            problems.append(Problem("path", f"{path} does not exist", hint))
-        return problems
+            return [Problem("path", f"{path} does not exist", hint)]
+        return []
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PerplexityConfig(LanguageTask):
     """Loss and perplexity of token files, read as one stream of tokens.
 
@@ -44,16 +40,16 @@ class PerplexityConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:TokenFiles"
-    paths: tuple[StoredText, ...]
+    paths: Annotated[tuple[File, ...], NotEmpty()]
     """Prefixes of .bin and .idx files."""
-    stride: int | None = None
+    stride: Stride | None = None
     """Tokens between the starts of windows. Each token is scored once, given the tokens before it in the window that
     ends at most `stride` tokens later. None: the length of a row, windows that do not overlap."""
     name: str = "perplexity"
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TextConfig(LanguageTask):
     """Perplexity of raw text per token, word and byte. Every document is scored after a beginning-of-sequence token, or
     an end-of-document token if the vocabulary has no such token.
@@ -61,18 +57,18 @@ class TextConfig(LanguageTask):
     Example: `mj.TextConfig(path="data/book.txt", stride=512)`
     """
 
-    target: ClassVar[str] = "megajax.tasks.perplexity:Text"
-    path: StoredText
+    target: ClassVar[str] = "megajax.tasks.perplexity:TextPerplexity"
+    path: File
     """A text file (one document), or a .jsonl file with one document in `key` of each line."""
     key: str = "text"
     """Key of a document in a .jsonl file."""
-    stride: int | None = None
+    stride: Stride | None = None
     """Tokens between the starts of windows; none: the length of a row."""
     name: str = "text"
     """Under which the figures are reported."""
 
     def problems(self) -> list[Problem]:
-        problems = LanguageTask.problems(self)
+        problems = super().problems()
         if self.key != "text" and not self.has_lines():
             problems.append(Problem("key", f"is {self.key}, but {self.path} is not a .jsonl file", "leave it out"))
         return problems
@@ -82,7 +78,7 @@ class TextConfig(LanguageTask):
         return self.path.endswith((".jsonl", ".ndjson"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WikitextConfig(LanguageTask):
     """Perplexity of a word-tokenised text per original word: the task WIKITEXT103 of Megatron-LM.
 
@@ -90,9 +86,9 @@ class WikitextConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Wikitext"
-    path: StoredText
+    path: File
     """The text, such as wiki.test.tokens."""
-    stride: int | None = 32
+    stride: Stride | None = 32
     """Tokens between the starts of windows, Megatron-LM's --overlapping-eval. None: the length of a row."""
     detokenizer: Literal["wikitext", "ptb", "none"] = "wikitext"
     """Rules that remove the spaces between words and punctuation; ptb: of the Penn Treebank."""
@@ -100,7 +96,7 @@ class WikitextConfig(LanguageTask):
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LambadaConfig(LanguageTask):
     """Prediction of the last word of a text: the task LAMBADA of Megatron-LM.
 
@@ -108,7 +104,7 @@ class LambadaConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.loglikelihood:Lambada"
-    path: StoredText
+    path: File
     """A .jsonl file with `text` in each line."""
     strict: bool = False
     """Whether to score the whole last word, with all its tokens, instead of the last token of the text."""
@@ -116,7 +112,7 @@ class LambadaConfig(LanguageTask):
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ChoicesConfig(LanguageTask):
     """Multiple choice by log-likelihood.
 
@@ -124,7 +120,7 @@ class ChoicesConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.loglikelihood:Choices"
-    path: StoredText
+    path: File
     """A .jsonl file with `context`, `choices` and `answer`, the index of the correct choice from 0, in each line."""
     delimiter: str = " "
     """Text between the context and a choice."""
@@ -132,7 +128,7 @@ class ChoicesConfig(LanguageTask):
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SplitConfig(LanguageTask):
     """Loss on all rows of a split of the run's data, as with evaluation.full.
 
@@ -146,7 +142,7 @@ class SplitConfig(LanguageTask):
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class HarnessConfig(LanguageTask):
     """Tasks of lm-evaluation-harness on local data (extra eval).
 
@@ -154,33 +150,29 @@ class HarnessConfig(LanguageTask):
     """
 
     target: ClassVar[str] = "megajax.tasks.harness:Harness"
-    tasks: tuple[str, ...]
+    tasks: Annotated[tuple[str, ...], NotEmpty("name a task of lm-eval")]
     """Names of tasks, groups or tags."""
     include_path: PathText | None = None
     """A folder with YAML files of tasks, which take precedence over those of lm-eval."""
-    fewshot: int | None = None
+    fewshot: Index | None = None
     """Examples before each question. None: the task's default."""
-    limit: int | None = None
+    limit: Count | None = None
     """Maximum documents of each task. None: no limit."""
-    generated: int = 256
+    generated: Count = 256
     """Maximum tokens of a generated answer, if the task does not set it."""
     name: str = "lm_eval"
     """Under which the figures are reported."""
+
+    def needed_packages(self) -> dict[str, str]:
+        """See Builds."""
+        return {"": "lm_eval"}
 
     def code(self) -> dict[str, str]:
         """YAML files of tasks name functions of Python files beside them."""
         return {} if self.include_path is None else {"include_path": self.include_path}
 
-    def problems(self) -> list[Problem]:
-        problems = [] if self.tasks else [Problem("tasks", "is empty", "name a task of lm-eval")]
-        for name, least in (("fewshot", 0), ("limit", 1), ("generated", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                problems.append(Problem(name, f"must be at least {least}, got {value}"))
-        return problems
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkTaskConfig(Builds):
     """Base of benchmark tasks: figures on a split of the run's data, and a file of predictions.
 
@@ -193,7 +185,7 @@ class BenchmarkTaskConfig(Builds):
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GlueTaskConfig(BenchmarkTaskConfig):
     """The metrics of the run's GLUE task, and predictions in the format of GLUE's server.
 
@@ -205,7 +197,7 @@ class GlueTaskConfig(BenchmarkTaskConfig):
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RaceTaskConfig(BenchmarkTaskConfig):
     """The accuracy on RACE, on all questions and on those of middle and high schools.
 
@@ -217,7 +209,7 @@ class RaceTaskConfig(BenchmarkTaskConfig):
     """Under which the figures are reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SquadTaskConfig(BenchmarkTaskConfig):
     """Exact match and F1 on SQuAD in percent, as in the official evaluation, and the files that it reads.
 
@@ -227,21 +219,16 @@ class SquadTaskConfig(BenchmarkTaskConfig):
     target: ClassVar[str] = "megajax.tasks.squad:Squad"
     name: str = "squad"
     """Under which the figures are reported."""
-    longest_answer: int = 30
+    longest_answer: Count = 30
     """Maximum tokens of an answer."""
-    best: int = 20
+    best: Count = 20
     """Number of most likely first and last tokens to combine, and of answers per question in nbest_predictions.json."""
     threshold: float = 0.0
     """In version 2.0, no answer is given if its score exceeds that of the best answer by more than this."""
 
     def problems(self) -> list[Problem]:
-        counts = {"longest_answer": self.longest_answer, "best": self.best}
-        problems = [Problem(name, f"must be at least 1, got {n}") for name, n in counts.items() if n < 1]
-        if self.split == "test":
-            problems.append(
-                Problem("split", "must be validation: the questions of the test split are not public", "use validation")
-            )
-        return problems
+        message = "must be validation: the questions of the test split are not public"
+        return [Problem("split", message, "use validation")] if self.split == "test" else []
 
 
 KINDS: Mapping[str, tuple[type, str]] = {
@@ -265,12 +252,12 @@ TRAINING_ONLY = ("batch", "checkpoint", "evaluation", "optimizer", "profile", "s
 """Parts of a run's config that an evaluation does not use."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluatedConfig(RunConfig):
     """The config of a run for evaluation, possibly on other devices than in training."""
 
     def problems(self, devices: int | None = None) -> list[Problem]:
         """The problems of training, except for settings that only training uses, such as the batch size."""
-        problems = RunConfig.problems(self, devices)
+        problems = super().problems(devices)
         parts = (*TRAINING_ONLY, "parallel.virtual_stages")
         return [p for p in problems if not any(p.setting == part or p.setting.startswith(f"{part}.") for part in parts)]

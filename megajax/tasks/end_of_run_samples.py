@@ -4,13 +4,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
+from megajax.data.rows.row_source import RowSource
 from megajax.display.text import visible
+from megajax.tokenizers.base import Tokenizer
+from megajax.training.session import Run
 
 PROMPT, SAMPLE, WINDOW = 32, 256, 256
 """Maximum number of prompt tokens, of generated tokens, and of tokens in a forward pass."""
@@ -22,18 +24,7 @@ CAPTIONS, PRINTED_CAPTIONS, BATCH = 256, 5, 32
 """Number of captions, of printed ones, and of rows of a forward pass."""
 
 
-class TrainedRun(Protocol):
-    """A run, for example `megajax.training.session.Run`: its config, and in `parts` its `tokenizer` and `splits`."""
-
-    cfg: Any
-    parts: Any
-
-    def model(self, *arrays: Any, **leaves: Any) -> Any:
-        """Leaves of rows -> output of the model with the present weights."""
-        ...
-
-
-def sample(run: TrainedRun, folder: Path) -> str | None:
+def sample(run: Run, folder: Path) -> str | None:
     """The text of the model's sampler; None without a sampler, or without a prompt and validation rows."""
     name = run.cfg.model.sampler()
     if name is None:
@@ -42,7 +33,7 @@ def sample(run: TrainedRun, folder: Path) -> str | None:
     return text and visible(text)
 
 
-def sample_continuation(run: TrainedRun) -> str | None:
+def sample_continuation(run: Run) -> str | None:
     """Continue the config's prompt, or else the start of a validation row, up to the end-of-document token."""
     cfg, tokenizer, valid = run.cfg, run.parts.tokenizer, run.parts.splits.valid
     if not cfg.logging.prompt and valid is None:
@@ -69,7 +60,7 @@ def sample_continuation(run: TrainedRun) -> str | None:
     return f"sample (the prompt, then the model at temperature {TEMPERATURE:g}):\n{text}\n"
 
 
-def sample_blanks(run: TrainedRun) -> str | None:
+def sample_blanks(run: Run) -> str | None:
     """Fill the masked tokens of a validation row."""
     tokenizer, schema = run.parts.tokenizer, run.cfg.model.schema()
     mask = tokenizer.specials["mask"]
@@ -83,7 +74,7 @@ def sample_blanks(run: TrainedRun) -> str | None:
     return report(tokenizer, [mask], row["tokens"], *answers)
 
 
-def sample_spans(run: TrainedRun) -> str | None:
+def sample_spans(run: Run) -> str | None:
     """Write the decoder's likeliest answer to a validation row: the spans of its blanks, or a translation."""
     tokenizer, sentinels = run.parts.tokenizer, np.asarray(run.parts.tokenizer.sentinels).tolist()
     row = first_with(run.parts.splits.valid, "encoder_tokens", sentinels)
@@ -100,13 +91,13 @@ def sample_spans(run: TrainedRun) -> str | None:
     return report(tokenizer, sentinels, row["encoder_tokens"], answer[1:], row["labels"][row["loss_mask"] > 0])
 
 
-def first_with(rows: Any, name: str, blanks: Sequence[int]) -> Mapping[str, np.ndarray] | None:
+def first_with(rows: RowSource | None, name: str, blanks: Sequence[int]) -> Mapping[str, np.ndarray] | None:
     """The first of a few rows that has a blank; else the first row. None without rows."""
     few = [] if rows is None else [rows[row] for row in range(min(len(rows), SEARCHED))]
     return next((row for row in few if np.isin(row[name], blanks).any()), few[0] if few else None)
 
 
-def report(tokenizer: Any, blanks: Sequence[int], *texts: Iterable[int]) -> str:
+def report(tokenizer: Tokenizer, blanks: Sequence[int], *texts: Iterable[int]) -> str:
     """Tokens of a text, of the model's answer and of the true one; with __1__ etc. in place of blanks."""
     hidden, lines = {tokenizer.pad, tokenizer.specials.get("cls"), tokenizer.specials.get("eos")}, list[str]()
     for text in texts:
@@ -121,7 +112,7 @@ def report(tokenizer: Any, blanks: Sequence[int], *texts: Iterable[int]) -> str:
     return "\n  ".join(["sample (a text, what the model writes, then the true answer):", *lines]) + "\n"
 
 
-def sample_captions(run: TrainedRun) -> str | None:
+def sample_captions(run: Run) -> str | None:
     """Some captions, and the share of validation rows whose every token is the likeliest after the true prefix."""
     valid, tokenizer, correct, lines = run.parts.splits.valid, run.parts.tokenizer, list[bool](), list[str]()
     count = 0 if valid is None else min(CAPTIONS, len(valid))
@@ -140,7 +131,7 @@ def sample_captions(run: TrainedRun) -> str | None:
     return "\n".join(["captions of validation images:", *lines[:PRINTED_CAPTIONS], share, ""])
 
 
-SAMPLERS: Mapping[str, Callable[[TrainedRun], str | None]] = {
+SAMPLERS: Mapping[str, Callable[[Run], str | None]] = {
     "blanks": sample_blanks,
     "captions": sample_captions,
     "continuation": sample_continuation,

@@ -12,7 +12,8 @@ from megajax.config.hints import did_you_mean
 from megajax.config.optional_packages import require
 from megajax.tasks.config import HarnessConfig
 from megajax.tasks.loglikelihood import truncated_contexts
-from megajax.training.scoring import Figure, Figures, Scorer, Stopped
+from megajax.tasks.statistics import Figure, Figures
+from megajax.training.scorer import Scorer, Stopped
 
 ENVIRONMENT = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),

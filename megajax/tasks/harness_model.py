@@ -8,10 +8,10 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 
 from megajax.config.errors import UserError
-from megajax.tasks.generation import Generation, generate
-from megajax.tasks.loglikelihood import Request, log_likelihoods
+from megajax.tasks.greedy_generation import Generation, generate
+from megajax.tasks.loglikelihood import Continuation, log_likelihoods, why_no_tokens
 from megajax.tokenizers.base import start_token, with_prefix
-from megajax.training.scoring import Scorer
+from megajax.training.scorer import Scorer
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the maximum number of new tokens; the first one that is given counts."""
@@ -29,6 +29,7 @@ class HarnessModel(TemplateLM):
         """generated: maximum tokens of a text, if the task does not set it."""
         super().__init__()
         self._scorer, self._generated, self.truncated = scorer, generated, 0
+        self._instances: Sequence[Any] = ()
 
     @property
     def eot_token_id(self) -> int:
@@ -46,7 +47,7 @@ class HarnessModel(TemplateLM):
     def max_gen_toks(self) -> int:
         return self._generated
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Ids of a text after the tokenizer's prefix, as in lm-eval's HFLM. add_special_tokens: False for no prefix."""
         del kwargs
         tokenizer = self._scorer.tokenizer
@@ -55,14 +56,20 @@ class HarnessModel(TemplateLM):
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Without lm-eval's progress bar of tokenisation."""
         del disable_tqdm
+        self._instances = requests
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **kwargs: Any
+        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
         """[(texts, context, continuation)] -> [(log-probability, whether it is greedy)]."""
         del kwargs
-        pairs = [Request(np.array(context), np.array(continuation)) for _, context, continuation in requests]
+        instances, self._instances = self._instances, ()
+        for (_, _, continuation), instance in zip(requests, instances, strict=False):
+            if not len(continuation):
+                where = f"lm-eval:{instance.task_name}, line {instance.doc_id + 1} of its data, choice {instance.idx}"
+                raise UserError(f"{where}: a continuation has 0 tokens: {why_no_tokens(instance.args[1])}")
+        pairs = [Continuation(np.array(context), np.array(continuation)) for _, context, continuation in requests]
         answers = log_likelihoods(self._scorer, pairs)
         texts = [text for (text, _, _), answer in zip(requests, answers, strict=True) if answer.truncated]
         self.truncated += len({text[0] for text in texts})

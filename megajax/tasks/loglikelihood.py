@@ -1,19 +1,19 @@
 """Log-likelihoods of continuations after their contexts, and two tasks of them: LAMBADA and multiple choice."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.tasks.config import ChoicesConfig, LambadaConfig
 from megajax.tasks.read_jsonl import read_lines
-from megajax.tasks.statistics import exponential, mean, ratio
+from megajax.tasks.statistics import Figure, Figures, exponential, mean, ratio
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
-from megajax.training.scoring import Figure, Figures, Scorer, Window
+from megajax.training.scorer import Scorer, Window
 
 
-class Request(NamedTuple):
+class Continuation(NamedTuple):
     """Token ids, int32 [C] and [N], neither empty."""
 
     context: np.ndarray
@@ -32,7 +32,7 @@ class LogLikelihood(NamedTuple):
     """Whether the context lost tokens."""
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
     """The ids of both texts, split as in lm-eval.
 
     The texts are encoded together, so that a token may include the space before a word; spaces at the end of the
@@ -41,12 +41,19 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
     stripped = context.rstrip()
     if not stripped:
         tokens = tokenizer.encode(context + continuation)
-        return Request(np.array([start_token(tokenizer)], np.int32), tokens)
+        return Continuation(np.array([start_token(tokenizer)], np.int32), tokens)
     tokens, prefix = with_prefix(tokenizer, context + continuation), with_prefix(tokenizer, stripped)
-    return Request(tokens[: len(prefix)], tokens[len(prefix) :])
+    return Continuation(tokens[: len(prefix)], tokens[len(prefix) :])
 
 
-def log_likelihoods(scorer: Scorer, requests: Sequence[Request]) -> list[LogLikelihood]:
+def why_no_tokens(text: str) -> str:
+    """The reason why a continuation with this text has no tokens, for messages."""
+    if not text:
+        return "its text is empty"
+    return f"after its context, {text[:60]!r} has no more tokens than the context alone: begin it with a space"
+
+
+def log_likelihoods(scorer: Scorer, requests: Sequence[Continuation]) -> list[LogLikelihood]:
     """The log-likelihoods in the order of the requests. Contexts that do not fit are truncated at their beginning.
 
     Raises UserError for a continuation that is empty or longer than a row.
@@ -63,7 +70,7 @@ def log_likelihoods(scorer: Scorer, requests: Sequence[Request]) -> list[LogLike
     ]
 
 
-def _window(request: Request, length: int) -> Window:
+def _window(request: Continuation, length: int) -> Window:
     """The last `length` + 1 tokens of a request."""
     count = len(request.continuation)
     if not 0 < count <= length:
@@ -89,17 +96,17 @@ def demand_ids(tokens: np.ndarray, scorer: Scorer, owner: str) -> None:
         )
 
 
-def cloze(tokenizer: Any, text: str, *, strict: bool) -> Request:
+def cloze(tokenizer: Tokenizer, text: str, *, strict: bool) -> Continuation:
     """A text split before its last word if `strict`, else before its last token, as in Megatron-LM.
 
     The last word is encoded with a space before it, the text before it without spaces around it.
     """
     if not strict:
         tokens = tokenizer.encode(text)
-        return Request(tokens[:-1], tokens[-1:])
+        return Continuation(tokens[:-1], tokens[-1:])
     word = text.split()[-1]
     before = text[: text.rfind(word)].strip()
-    return Request(tokenizer.encode(before), tokenizer.encode(f" {word}"))
+    return Continuation(tokenizer.encode(before), tokenizer.encode(f" {word}"))
 
 
 class Lambada:
@@ -111,7 +118,7 @@ class Lambada:
 
     def __init__(self, config: LambadaConfig, scorer: Scorer):
         """Raises UserError for a line without a text of two words."""
-        self._scorer, self._requests = scorer, list[Request]()
+        self._scorer, self._requests = scorer, list[Continuation]()
         for number, line in read_lines(config.path, {"text": str}):
             if len(line["text"].split()) < 2:
                 raise UserError(f"{config.path}, line {number}: text is {line['text']!r}, but needs two words.")
@@ -133,10 +140,10 @@ class Lambada:
         return figures | truncated_contexts(sum(answer.truncated for answer in answers))
 
 
-class Question(NamedTuple):
+class ChoiceQuestion(NamedTuple):
     """One line of the file."""
 
-    requests: Sequence[Request]
+    requests: Sequence[Continuation]
     """One request for each choice."""
     sizes: np.ndarray
     """UTF-8 bytes of each choice."""
@@ -153,7 +160,7 @@ class Choices:
 
     def __init__(self, config: ChoicesConfig, scorer: Scorer):
         """Raises UserError for an invalid line."""
-        self._scorer, self._questions = scorer, list[Question]()
+        self._scorer, self._questions = scorer, list[ChoiceQuestion]()
         for number, line in read_lines(config.path, {"context": str, "choices": list, "answer": int}):
             place, choices = f"{config.path}, line {number}:", line["choices"]
             if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
@@ -161,13 +168,16 @@ class Choices:
             if not 0 <= line["answer"] < len(choices):
                 raise UserError(f"{place} answer is {line['answer']}, the choices are 0 to {len(choices) - 1}.")
             requests = [encode_pair(scorer.tokenizer, line["context"], config.delimiter + choice) for choice in choices]
-            for request in requests:
-                if not 0 < len(request.continuation) <= scorer.length:
+            for number, (request, choice) in enumerate(zip(requests, choices, strict=True)):
+                if not len(request.continuation):
+                    reason = why_no_tokens(config.delimiter + choice)
+                    raise UserError(f"{place} choice {number} has 0 tokens: {reason}.")
+                if len(request.continuation) > scorer.length:
                     sizes = f"a choice of {len(request.continuation)} tokens; rows of the model have {scorer.length}"
                     raise UserError(f"{place} has {sizes}.")
                 demand_ids(np.concatenate(request), scorer, place)
             sizes = np.array([len(choice.encode("utf-8", errors="surrogatepass")) for choice in choices])
-            self._questions.append(Question(requests, sizes, line["answer"]))
+            self._questions.append(ChoiceQuestion(requests, sizes, line["answer"]))
 
     def __call__(self) -> Figures:
         requests = [request for question in self._questions for request in question.requests]

@@ -9,13 +9,14 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedTokens
-from megajax.storage.reading import with_retries
+from megajax.storage.local_copies import read_text
+from megajax.storage.retried_reads import with_retries
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
 from megajax.tasks.loglikelihood import demand_ids
-from megajax.tasks.read_jsonl import read_lines, read_text
-from megajax.tasks.statistics import exponential, ratio, scaled
+from megajax.tasks.read_jsonl import read_lines
+from megajax.tasks.statistics import Figure, Figures, exponential, ratio, scaled
 from megajax.tokenizers.base import start_token
-from megajax.training.scoring import Answer, Figure, Figures, Scorer, Window
+from megajax.training.scorer import Scorer, Window, WindowScore
 
 LARGEST_EXPONENT = 20.0
 """Megatron-LM limits the exponents of WIKITEXT103's perplexities to this."""
@@ -85,7 +86,7 @@ def windows(tokens: np.ndarray, length: int, stride: int | None) -> Iterator[Win
         yield Window(tokens[first + stride - length : end + 1], end - first)
 
 
-def loss_figures(windows: Sequence[Window], answers: Sequence[Answer]) -> dict[str, Figure]:
+def loss_figures(windows: Sequence[Window], answers: Sequence[WindowScore]) -> dict[str, Figure]:
     """`loss`, `perplexity` and `accuracy`, the share of counted tokens that are the most likely ones."""
     counts = [window.counted for window in windows]
     loss = ratio([-answer.log_probability for answer in answers], counts)
@@ -113,7 +114,7 @@ class TokenFiles:
         return loss_figures(self._windows, self._scorer.answers(self._windows))
 
 
-class Text:
+class TextPerplexity:
     """The figures over all tokens of documents, and their loss per word and byte.
 
     Words are separated by white space, bytes are of UTF-8; both are counted in the original documents. This is

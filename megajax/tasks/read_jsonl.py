@@ -6,16 +6,8 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
-from megajax.config.read_limits import json_fault, utf8_text
-from megajax.storage.local_copies import local_file
-
-
-def read_text(path: str) -> str:
-    """The text of a UTF-8 file, on a disk or in a store, with its original newlines. Raises UserError, StoreError."""
-    try:
-        return utf8_text(local_file(path).read_bytes(), path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}. Give a local file.") from error
+from megajax.config.read_limits import json_fault
+from megajax.storage.local_copies import read_text
 
 
 def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:

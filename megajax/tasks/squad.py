@@ -11,14 +11,14 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.language_benchmarks.config import SquadConfig
-from megajax.data.language_benchmarks.squad import Question, Window, read_split
+from megajax.data.language_benchmarks.squad import ParagraphWindow, SquadQuestion, read_split
 from megajax.tasks.benchmarks import BenchmarkTask, as_lines
 from megajax.tasks.config import SquadTaskConfig
-from megajax.tasks.statistics import mean, scaled
-from megajax.training.scoring import Figure, Figures, Scorer
+from megajax.tasks.statistics import Figure, Figures, mean, scaled
+from megajax.training.scorer import Scorer
 
 
-class Answer(NamedTuple):
+class AnswerText(NamedTuple):
     """An answer to a question; the empty text means no answer."""
 
     text: str
@@ -52,7 +52,7 @@ class Squad(BenchmarkTask[SquadConfig]):
             odds[identifier] = none - (best[0].score if best else 0.0)
             unanswered = not best or (self.data.version == "2.0" and odds[identifier] > self._config.threshold)
             answers[identifier] = "" if unanswered else best[0].text
-            nbest[identifier] = _with_probabilities(best + [Answer("", none)] * (self.data.version == "2.0"))
+            nbest[identifier] = _with_probabilities(best + [AnswerText("", none)] * (self.data.version == "2.0"))
         self.write_predictions("predictions.json", as_lines(answers))
         self.write_predictions("nbest_predictions.json", as_lines(nbest))
         if self.data.version == "2.0":
@@ -61,13 +61,15 @@ class Squad(BenchmarkTask[SquadConfig]):
         return evaluation(questions, answers, odds, self.data.version) | {"loss": mean(losses.tolist())}
 
 
-def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTaskConfig) -> tuple[list[Answer], float]:
+def best_answers(
+    windows: Sequence[ParagraphWindow], scores: np.ndarray, config: SquadTaskConfig
+) -> tuple[list[AnswerText], float]:
     """The best answers to a question from its windows, without duplicate texts, and the score of no answer.
 
     scores: [windows, S, 2] of first and last tokens. A first token counts in the window with the most context. The
     score of no answer is the least sum of both heads at the first token of a row (Devlin et al. 2019, run_squad).
     """
-    answers, paragraph = list[Answer](), windows[0].question.paragraph
+    answers, paragraph = list[AnswerText](), windows[0].question.paragraph
     for number, (window, window_scores) in enumerate(zip(windows, scores, strict=True)):
         inside = window_scores[window.offset : window.offset + window.count].astype(np.float64)
         firsts, lasts = (np.argsort(-inside[:, head], kind="stable")[: config.best].tolist() for head in (0, 1))
@@ -78,14 +80,14 @@ def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTas
                 if first <= last < first + config.longest_answer:
                     start, end = paragraph.spans[window.first + first][0], paragraph.spans[window.first + last][1]
                     score = float(inside[first, 0] + inside[last, 1])
-                    answers.append(Answer(paragraph.text[start:end].strip(), score))
+                    answers.append(AnswerText(paragraph.text[start:end].strip(), score))
     answers.sort(key=lambda answer: -answer.score)
     unique = {answer.text: answer for answer in reversed(answers) if answer.text}
     best = sorted(unique.values(), key=lambda answer: -answer.score)[: config.best]
     return best, float(scores[:, 0].astype(np.float64).sum(-1).min())
 
 
-def most_context(windows: Sequence[Window], token: int) -> int:
+def most_context(windows: Sequence[ParagraphWindow], token: int) -> int:
     """Index of the window with the most tokens on the shorter side of a paragraph's token; ties go to the first."""
     context_sizes = [
         min(token - window.first, window.first + window.count - 1 - token) + 0.01 * window.count
@@ -96,7 +98,7 @@ def most_context(windows: Sequence[Window], token: int) -> int:
     return int(np.argmax(context_sizes))
 
 
-def _with_probabilities(answers: Sequence[Answer]) -> list[dict]:
+def _with_probabilities(answers: Sequence[AnswerText]) -> list[dict]:
     ordered = sorted(answers, key=lambda answer: -answer.score)
     values = np.exp(np.array([answer.score for answer in ordered]) - max((a.score for a in ordered), default=0.0))
     shares = values / max(values.sum(), 1e-30)
@@ -107,7 +109,7 @@ def _with_probabilities(answers: Sequence[Answer]) -> list[dict]:
 
 
 def evaluation(
-    questions: Mapping[str, Question], answers: Mapping[str, str], odds: Mapping[str, float], version: str
+    questions: Mapping[str, SquadQuestion], answers: Mapping[str, str], odds: Mapping[str, float], version: str
 ) -> dict[str, Figure]:
     """The figures of the official evaluation, in percent."""
     exact, overlap = dict[str, float](), dict[str, float]()
@@ -130,7 +132,7 @@ def evaluation(
 
 
 def best_threshold(
-    questions: Mapping[str, Question],
+    questions: Mapping[str, SquadQuestion],
     answers: Mapping[str, str],
     values: Mapping[str, float],
     odds: Mapping[str, float],
@@ -148,7 +150,7 @@ def best_threshold(
     return 100 * best / len(questions), threshold
 
 
-def right_answers(question: Question, version: str) -> list[str]:
+def right_answers(question: SquadQuestion, version: str) -> list[str]:
     """Texts of the answers; in version 2.0 without those that have only articles and punctuation."""
     texts = [text for text, _ in question.answers]
     return texts if version != "2.0" else [text for text in texts if normalized(text)] or [""]

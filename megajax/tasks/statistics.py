@@ -1,14 +1,27 @@
 """Means over scored items with their standard errors, and metrics of predictions: numpy arrays [N] and their labels."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from megajax.training.scoring import Figure
-
 LARGEST_EXPONENT = 700.0
 """exp overflows above this."""
+
+
+class Figure(NamedTuple):
+    """A result of a task."""
+
+    value: float
+    error: float | None = None
+    """Standard error; None if it has none."""
+    count: int | None = None
+    """Number of items in the mean."""
+
+
+type Figures = Mapping[str, Figure]
+"""Results by name. `loss` is a mean in nats per token."""
 
 
 def ratio(sums: Sequence[float], counts: Sequence[float]) -> Figure:

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 
 from megajax.config import read_limits
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
-from megajax.config.read_limits import Limits
+from megajax.config.paths_and_store_urls import store_url
 from megajax.storage.local_copies import local_folder
+from megajax.tokenizers.folder import LIMITS
 
 
 class Tokenizer(Protocol):
@@ -57,6 +57,10 @@ class Tokenizer(Protocol):
 
     def plain(self) -> "Tokenizer":
         """A tokenizer that encodes names of special tokens in the text as ordinary text, for untrusted text."""
+        return self
+
+    def after_special(self) -> "Tokenizer":
+        """A tokenizer of texts that follow a special token: without what some put before the beginning of a text."""
         return self
 
     def encode(self, text: str) -> np.ndarray:
@@ -150,8 +154,8 @@ def before_last_blank(data: bytes, blanks: bytes = b" \n") -> int:
     return 0
 
 
-LIMITS = Limits(bytes=2**29)
-"""Of a tokenizer's file; the largest published ones have less than 2**26 bytes."""
+LEAD = "\ufdd6"
+"""A token in place of the special token before a text; Unicode reserves the character for internal use."""
 
 
 def local_path(path: str) -> Path:
@@ -243,18 +247,6 @@ def with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
 def end_tokens_of(tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end texts and answers: the end of a document, and those that the model's files name."""
     return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod), *tokenizer.ends})
-
-
-def stop_tokens(folder: Path) -> frozenset[int]:
-    """The tokens that end an answer by generation_config.json of a folder, or else by its config.json, as in
-    transformers; chat models have several. None without a file that can be read."""
-    for name in ("generation_config.json", "config.json"):
-        settings = read_limits.settings_of(folder / name)
-        parts = settings, settings.get("text_config")
-        for ids in (part.get("eos_token_id") for part in parts if isinstance(part, dict)):
-            if tokens := frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int):
-                return tokens
-    return frozenset()
 
 
 def start_token(tokenizer: Tokenizer) -> int:

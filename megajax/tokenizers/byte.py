@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import ConfigError, UserError
 from megajax.tokenizers.base import Tokenizer, before_last_blank, check_ids, join_tokens
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
@@ -42,7 +43,7 @@ class NullTokenizer(Tokenizer):
     """
 
     def __init__(self, config: NullTokenizerConfig):
-        if problems := config.problems():
+        if problems := problems_of(config):
             raise ConfigError(problems)
         self.vocabulary_size = config.vocabulary_size
         self.eod = config.vocabulary_size - 1

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from megajax.config.errors import UserError
 from megajax.config.optional_packages import require
-from megajax.config.read_limits import parse_json, read_file, settings_of, utf8_text
+from megajax.config.read_limits import parse_json, read_file, utf8_text
+from megajax.tokenizers.folder import ADDITIONAL, TEMPLATE, FolderTokens
 
 CUT = "\ufdd3"
 """Stands for the content of a message to find its place in a text; reserved for internal use like BEGIN and END."""
@@ -36,10 +37,13 @@ TEMPLATES = {
 }
 """Templates by name."""
 
+TOOL_USE = "tool_use"
+"""The name of the template that transformers takes for messages with tools, if there is one."""
+
 type Messages = Sequence[Mapping[str, Any]]
 
 
-class Part(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of a conversation's text."""
 
     text: str
@@ -84,17 +88,18 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         where = f"{setting}={source if len(source) <= 60 else f'{source[:60]}…'!r}"
-        self.text, names = _read(source, setting)
-        self.identity = json.dumps([self.text, names], sort_keys=True)
+        self.text, names, of_tools = _read(source, setting)
+        self.identity = json.dumps([self.text, names, *([] if of_tools is None else [of_tools])], sort_keys=True)
         self._marked = "endgeneration" in self.text
         try:
             self._template = _sandbox().from_string(self.text, names)
+            self._of_tools = self._template if of_tools is None else _sandbox().from_string(of_tools, names)
         except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
             line = getattr(error, "lineno", None)
             location = f"line {line}: " if line else ""
             raise UserError(f"{where}: not a Jinja2 template: {location}{error}.") from error
 
-    def render(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
+    def render(self, messages: Messages, *, prompt: bool = False, **more: object) -> str:
         """The text of messages. prompt: append the header of an answer, if the template has one.
 
         Raises:
@@ -107,7 +112,10 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            return self._template.render({"messages": messages, "add_generation_prompt": prompt, **more})
+            # No tools are no list of tools, as in transformers.
+            absent = {name: more.get(name) or None for name in ("tools", "documents")}
+            template = self._template if absent["tools"] is None else self._of_tools
+            return template.render({"messages": messages, "add_generation_prompt": prompt, **more, **absent})
         except (
             TemplateError,
             TypeError,
@@ -119,7 +127,7 @@ class ChatTemplate:
         ) as error:
             raise TemplateMisfit(f"the chat template refuses this conversation: {error}") from error
 
-    def parts(self, messages: Messages, **more: Any) -> list[Part]:
+    def parts(self, messages: Messages, **more: object) -> list[TextPiece]:
         """The text of a conversation, in pieces: other text and an answer in turn, then other text. Answers are the
         {% generation %} blocks. Without that tag, an answer is the text that a message of the assistant adds after the
         earlier messages and the header of an answer: its content, and what the template writes to end it.
@@ -137,8 +145,8 @@ class ChatTemplate:
                     raise TemplateMisfit(f"the chat template marks {count}, which have weights")
                 weights = [1.0] * marks
             marked = zip(pieces, weights, strict=True)
-            pairs = [(Part(answer, weight), Part(rest, 0)) for (answer, _, rest), weight in marked]
-            return [Part(first[0], 0), *(part for pair in pairs for part in pair)]
+            pairs = [(TextPiece(answer, weight), TextPiece(rest, 0)) for (answer, _, rest), weight in marked]
+            return [TextPiece(first[0], 0), *(part for pair in pairs for part in pair)]
         parts, end_before = [], 0
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -146,9 +154,9 @@ class ChatTemplate:
                 end = self._answer_ends(text, messages, place, more)
                 if not end_before <= begin <= end:
                     raise TemplateMisfit(NOT_FOUND)
-                parts += [Part(text[end_before:begin], 0), Part(text[begin:end], weight_of(message))]
+                parts += [TextPiece(text[end_before:begin], 0), TextPiece(text[begin:end], weight_of(message))]
                 end_before = end
-        return [*parts, Part(text[end_before:], 0)]
+        return [*parts, TextPiece(text[end_before:], 0)]
 
     def learned_header(self) -> str:
         """What a template without a header of answers for prompts writes before an answer, which the model learns."""
@@ -247,10 +255,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
-TEMPLATE = "chat_template.jinja"
-"""The file of a template beside a tokenizer."""
-
-
 def is_missing(source: str) -> bool:
     """Whether the source of a template is the path of a file that does not exist; see `ChatTemplate`."""
     return "{" not in source and source not in TEMPLATES and not Path(source).is_file()
@@ -261,43 +265,34 @@ def template_text(source: str) -> str:
     return _read(source, "data.template")[0]
 
 
-def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
-    """A template's text, and the special tokens that its file names."""
+def _read(source: str, setting: str) -> tuple[str, dict[str, str], str | None]:
+    """A template's text, the special tokens of its folder, and another template for messages with tools."""
     if "{" in source:
-        return source, {}
+        return source, {}, None
     if source in TEMPLATES:
-        return TEMPLATES[source], {}
+        return TEMPLATES[source], {}, None
     try:
         text = utf8_text(read_file(source), f"{setting}={source}")
     except OSError as error:
         choices = f"neither {', '.join(TEMPLATES)}, nor a template with braces, nor a file that can be read"
         raise UserError(f"{setting}={source!r} is {choices} ({error}).") from error
+    names, of_tools = named_tokens(Path(source)), Path(source).parent / ADDITIONAL / f"{TOOL_USE}.jinja"
     if not source.endswith(".json"):
-        return text, named_tokens(Path(source).with_name("tokenizer_config.json"))
+        is_default = Path(source).name == TEMPLATE and of_tools.is_file()
+        return text, names, utf8_text(read_file(of_tools), of_tools) if is_default else None
     try:
-        settings = parse_json(text, unique=False)
-        template = settings["chat_template"]
-        if not isinstance(template, str):
-            template = {entry["name"]: entry["template"] for entry in template}["default"]
+        template = parse_json(text, unique=False)["chat_template"]
+        if isinstance(template, str):
+            return template, names, None
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named["default"], names, named.get(TOOL_USE)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{source}: no chat template: expected the key chat_template of a tokenizer_config.json; newer models have "
             "it in a file chat_template.jinja."
         ) from error
-    return template, _names(settings)
 
 
 def named_tokens(path: Path) -> dict[str, str]:
-    """Role -> special token that a tokenizer_config.json names; {} without such a file."""
-    return _names(settings_of(path))
-
-
-def _names(settings: Mapping[str, Any]) -> dict[str, str]:
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    return {name: text for name in names if (text := token_text(settings.get(name))) is not None}
-
-
-def token_text(entry: Any) -> str | None:
-    """A special token, written as a text or as a mapping with its `content`."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
+    """Setting -> special token, such as bos_token, by the files of the folder of a template."""
+    return FolderTokens(path.parent).names

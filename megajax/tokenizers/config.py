@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
+from megajax.config.bounds import Bounds, Index
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import StoredText
+from megajax.config.paths_and_store_urls import StoredText
 
 
 class TokenizerBuilder(Protocol):
@@ -17,7 +18,7 @@ class TokenizerBuilder(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ByteTokenizerConfig(Builds):
     """One token per byte: ids 0 to 255 are the bytes, 256 ends a document. Needs no files.
 
@@ -27,7 +28,7 @@ class ByteTokenizerConfig(Builds):
     target: ClassVar[str] = "megajax.tokenizers.byte:ByteTokenizer"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GPT2TokenizerConfig(Builds):
     """GPT-2's byte-level BPE, from vocab.json and merges.txt (extra `tokenizers`).
 
@@ -44,7 +45,7 @@ class GPT2TokenizerConfig(Builds):
     """Token that ends a document."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class HuggingFaceTokenizerConfig(Builds):
     """A Hugging Face tokenizer.json (extra `tokenizers`).
 
@@ -54,14 +55,19 @@ class HuggingFaceTokenizerConfig(Builds):
     target: ClassVar[str] = "megajax.tokenizers.huggingface:HuggingFaceTokenizer"
 
     path: StoredText
-    """Path of tokenizer.json or of its folder. Here and in other tokenizers also in an object store, s3:// or gs://."""
+    """Path of tokenizer.json or of its folder. Here and in other tokenizers also in an object store, s3:// or gs://.
+    Also tokenizer.model, spiece.model, vocab.json (with merges.txt) or vocab.txt, if it is read exactly."""
     eod: str | None = None
     """Token that ends a document; none: the first of the usual names in the vocabulary."""
     special_tokens_in_text: bool = True
     """Encode special tokens that appear in the text, such as </s>, as those tokens, as Hugging Face does."""
+    ends: tuple[int, ...] = ()
+    """Ids that end an answer besides `eod` and those of generation_config.json beside the file."""
+    kind: str = ""
+    """Class of transformers that reads the file, such as LlamaTokenizer; empty: that of tokenizer_config.json."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NullTokenizerConfig(Builds):
     """Text that already consists of token ids, separated by spaces; the last id of the vocabulary ends a document.
 
@@ -70,19 +76,11 @@ class NullTokenizerConfig(Builds):
 
     target: ClassVar[str] = "megajax.tokenizers.byte:NullTokenizer"
 
-    vocabulary_size: int
+    vocabulary_size: Annotated[int, Bounds(at_least=1, hint="the last id ends a document")]
     """Number of ids, including the one that ends a document, vocabulary_size - 1."""
 
-    def problems(self) -> list[Problem]:
-        hint = "the last id ends a document"
-        return (
-            []
-            if self.vocabulary_size > 0
-            else [Problem("vocabulary_size", f"must be at least 1, got {self.vocabulary_size}", hint)]
-        )
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SentencePieceTokenizerConfig(Builds):
     """A SentencePiece model (extra `tokenizers`).
 
@@ -97,16 +95,16 @@ class SentencePieceTokenizerConfig(Builds):
     """Token that ends a document; none: the model's end of a sentence."""
     special_tokens: tuple[str, ...] = ()
     """Tokens added after the model's pieces unless it has them. Their names in the text are encoded as these tokens."""
-    extra_ids: int = 0
+    extra_ids: Index = 0
     """Sentinels <extra_id_0>, … added after those: T5 needs one for each masked span, usually 100."""
     prepend_bos: bool = False
     """Begin every encoded text with the model's token for the beginning of a sentence."""
 
     def problems(self) -> list[Problem]:
-        return _special_token_problems(self.special_tokens) + _count_problems("extra_ids", self.extra_ids)
+        return _special_token_problems(self.special_tokens)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TiktokenTokenizerConfig(Builds):
     """Ranks of byte pairs in a file of tiktoken's or of Megatron-LM's TikTokenizer (extra `tokenizers`).
 
@@ -141,7 +139,7 @@ class TiktokenTokenizerConfig(Builds):
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WordPieceTokenizerConfig(Builds):
     """BERT's WordPiece, from vocab.txt (extra `tokenizers`), with the tokens that masked data needs.
 
@@ -154,15 +152,8 @@ class WordPieceTokenizerConfig(Builds):
     """Path of vocab.txt, with one token in each line."""
     lower: bool = True
     """Lower-case the text and strip accents; false for a cased vocabulary."""
-    extra_ids: int = 0
+    extra_ids: Index = 0
     """Sentinels <extra_id_0>, … added after the vocabulary: T5 needs one for each masked span, usually 100."""
-
-    def problems(self) -> list[Problem]:
-        return _count_problems("extra_ids", self.extra_ids)
-
-
-def _count_problems(setting: str, number: int) -> list[Problem]:
-    return [] if number >= 0 else [Problem(setting, f"must be at least 0, got {number}")]
 
 
 def _special_token_problems(tokens: tuple[str, ...]) -> list[Problem]:
@@ -187,7 +178,7 @@ TextTokenizerConfig = (
 """Tokenizers of text alone."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MultimodalTokenizerConfig(Builds):
     """Any tokenizer with added tokens, as for images. Their names in the text are encoded as these tokens.
 

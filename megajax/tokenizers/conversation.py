@@ -3,20 +3,21 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.tokenizers.base import Tokenizer, end_tokens_of
-from megajax.tokenizers.chat_template import BEGIN, CUT, END, ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.base import LEAD, Tokenizer, end_tokens_of, join_spans
+from megajax.tokenizers.chat_template import BEGIN, CUT, END, ChatTemplate, TemplateMisfit, TextPiece
 
 MARK = "\ufdd2"
 """Inserted into names of special tokens within messages; Unicode reserves it for internal use."""
 IMAGE = "\ufdd4"
 """Stands for an image within a message; reserved like MARK."""
-RESERVED = re.compile(f"[{MARK}{CUT}{IMAGE}{BEGIN}{END}]")
+RESERVED = re.compile(f"[{MARK}{CUT}{IMAGE}{BEGIN}{END}{LEAD}]")
 """Characters that messages are rendered without."""
 SHOWS_PARTS = re.compile(r"""['"]image['"]""")
 """What a template contains that shows the images of messages itself, from contents that are lists of parts."""
@@ -29,7 +30,7 @@ class UnknownRole(ValueError):
     """A message of no known role."""
 
 
-def template_message(message: Any, name: str = "a message") -> dict[str, Any]:
+def template_message(message: object, name: str = "a message") -> dict[str, Any]:
     """A message of any program as templates take it: `role` and `content`, calls with arguments as objects. A content
     of texts is joined to one; one with images stays a list of parts. name: of the message, for errors.
 
@@ -81,14 +82,14 @@ class MarkedText:
 
     def __init__(self, tokenizer: Tokenizer, *, names_are_text: bool = True):
         self.tokenizer, controls = tokenizer, tokenizer.controls()
-        self._controls = np.array([*controls.values()], np.int32)
+        self._controls = {number: name.strip() for name, number in controls.items()}
         # A mark cannot be inserted into names of one character; no vocabulary has such special tokens.
         names = sorted((name for name in controls if names_are_text and len(name) > 1), key=len, reverse=True)
         either = "|".join(map(re.escape, names))
         self._names, self._plain = re.compile(either) if names else None, tokenizer.plain() if names else tokenizer
         self._first_letters = re.compile(f"(?=(?:{either}))(.)", re.DOTALL) if names else None
 
-    def mark(self, value: Any) -> Any:
+    def mark(self, value: object) -> Any:
         """The value with MARK only within names of special tokens, in all of its texts."""
         if isinstance(value, Mapping):
             return {self.mark(key): self.mark(part) for key, part in value.items()}
@@ -103,13 +104,16 @@ class MarkedText:
         """Whether a message contains the name of a special token, which is ordinary text."""
         return self._names is not None and self._names.search(json.dumps(messages, ensure_ascii=False)) is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text with marks."""
+    def encode(self, text: str, *, follows: bool = False) -> list[int]:
+        """Tokens of a text with marks. follows: it follows a special token."""
         if not text:
             return []
-        return (self._with_ends(text)[0] if MARK in text else self.tokenizer.encode(text)).tolist()
+        tokenizer = self._after[0] if follows else self.tokenizer
+        return (self._with_ends(text, follows)[0] if MARK in text else tokenizer.encode(text)).tolist()
 
-    def tokenize(self, parts: Sequence[Part], *, next_marker: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def tokenize(
+        self, parts: Sequence[TextPiece], *, next_marker: bool = False, follows: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(Tokens of the whole text of parts, int32 [n]; their weights in the loss, float32 [n]).
 
         The tokens of an answer are those that end after its first character begins and not after its last: one that
@@ -118,15 +122,15 @@ class MarkedText:
         that it strips.
 
         next_marker: the token after an answer has the weight of the answer if it is one that stops generation, and the
-        answer has none: so a template ends answers that writes nothing after them, as GLM's.
+        answer has none: so a template ends answers that writes nothing after them, as GLM's. follows: see `encode`.
         """
         text = "".join(part.text for part in parts)
         if len(parts) > 1 and text:
-            ids, places = self._with_ends(text)
+            ids, places = self._with_ends(text, follows)
             borders = [*accumulate(len(part.text) - part.text.count(MARK) for part in parts)]
             tokens, ends = ids.tolist(), np.searchsorted(np.maximum.accumulate(places), borders, side="right").tolist()
         else:  # no borders
-            tokens = self.encode(text)
+            tokens = self.encode(text, follows=follows)
             ends = [len(tokens)] * len(parts)
         stops = end_tokens_of(self.tokenizer) if next_marker else frozenset()
         weights = np.zeros(len(tokens), np.float32)
@@ -138,33 +142,58 @@ class MarkedText:
                     weights[last : last + len(marker)] = part.weight
         return np.array(tokens, np.int32), weights
 
-    def _with_ends(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _after(self) -> tuple[Tokenizer, Tokenizer]:
+        """The tokenizer, and that of ordinary text, for texts that follow a special token."""
+        return self.tokenizer.after_special(), self._plain.after_special()
+
+    def _with_ends(self, text: str, follows: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a text with marks, int32 [n], and the places where they end in the text without marks, int64 [n].
 
-        The whole text is encoded, with marked names as special tokens; then, as plain text, each stretch between true
-        special tokens that has such a name.
+        The text with its marks is encoded, which shows the true special tokens; then, as ordinary text, each stretch
+        between them that has a mark, without its marks.
         """
-        marked = np.array([match.start() - 1 - count for count, match in enumerate(re.finditer(MARK, text))], np.int64)
-        text = text.replace(MARK, "")
-        ids, spans = self.tokenizer.encode_spans(text)
+        first = self._after[0] if follows else self.tokenizer
+        ids, spans = first.encode_spans(text)
         by_words = type(self.tokenizer).encode_spans is Tokenizer.encode_spans and not self.tokenizer.table
-        if by_words and not np.array_equal(ids, self.tokenizer.encode(text)):
+        if by_words and not np.array_equal(ids, first.encode(text)):
             name = type(self.tokenizer).__name__
             raise UserError(f"{name} has neither encode_spans nor a table of bytes, which conversations need")
-        ends, controls = spans[:, 1].copy(), np.flatnonzero(np.isin(ids, self._controls))
-        is_text = np.ptp(np.searchsorted(marked, spans[controls]), axis=1) > 0
-        true, names = controls[~is_text].tolist(), controls[is_text]
+        ends, true = spans[:, 1].copy(), self._named(text, ids, spans)
         for place in true:
-            first, end = spans[place].tolist()
-            ends[place] = first + (len(text[first:end].rstrip()) or end - first)
-        added = len(self._plain.encode("")) if len(names) else 0  # Such as the token that begins a sequence.
-        for stretch in np.unique(np.searchsorted(true, names))[::-1].tolist():
-            first, begin = (true[stretch - 1] + 1, spans[true[stretch - 1], 1]) if stretch else (added, 0)
-            last, end = (true[stretch], spans[true[stretch], 0]) if stretch < len(true) else (len(ids), len(text))
-            plain, places = self._plain.encode_spans(text[begin:end])
-            ids = np.concatenate([ids[:first], plain[added:], ids[last:]])
-            ends = np.concatenate([ends[:first], places[added:, 1] + begin, ends[last:]])
-        return ids, ends
+            begin, end = spans[place].tolist()
+            ends[place] = begin + (len(text[begin:end].rstrip()) or end - begin)
+        if MARK not in text:
+            return ids, ends
+        borders = [(-1, 0, 0), *((place, *spans[place].tolist()) for place in true), (len(ids), len(text), len(text))]
+        parts = list[tuple[np.ndarray, np.ndarray]]()
+        for (place, _, begin), (following, end, _) in pairwise(borders):
+            if MARK in text[begin:end]:
+                more, places = self._ordinary(text[begin:end], place >= 0 or follows)
+                parts.append((more, places + begin))
+            else:
+                parts.append((ids[place + 1 : following], ends[place + 1 : following]))
+            parts.append((ids[following : following + 1], ends[following : following + 1]))
+        marks = np.array([match.start() for match in re.finditer(MARK, text)], np.int64)
+        places = np.concatenate([part[1] for part in parts])
+        return np.concatenate([part[0] for part in parts]), places - np.searchsorted(marks, places)
+
+    def _named(self, text: str, ids: np.ndarray, spans: np.ndarray) -> list[int]:
+        """Places of the special tokens whose name is in the text, without a mark; that of unknown text has no name."""
+        places = np.flatnonzero(np.isin(ids, [*self._controls])).tolist()
+        texts = {place: text[slice(*spans[place].tolist())].strip() for place in places}
+        return [place for place in places if texts[place].casefold() == self._controls[int(ids[place])].casefold()]
+
+    def _ordinary(self, text: str, follows: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a stretch of ordinary text with marks, and the places where they end in it, marks included."""
+        rest, pieces = self._after[1], text.split(MARK)
+        plain = rest if follows else self._plain
+        ids, spans = plain.encode_spans(text.replace(MARK, ""))
+        starts = [*accumulate(map(len, pieces), initial=0)]
+        if self._named(text.replace(MARK, ""), ids, spans):  # The vocabulary has the name as a token of ordinary text.
+            encoded = [(plain if place == 0 else rest).encode_spans(piece) for place, piece in enumerate(pieces)]
+            ids, spans = join_spans((start, *pair) for start, pair in zip(starts, encoded, strict=False))
+        return ids, spans[:, 1] + np.searchsorted(starts[1:-1], spans[:, 1], side="left")
 
 
 class Conversation:
@@ -211,9 +240,8 @@ class Conversation:
         if image_token is not None:
             marked = [{**message, "content": self._with_images(message["content"])} for message in marked]
         if continued:
-            content = marked[-1]["content"]
-            end: Any = CUT if isinstance(content, str) else [{"type": "text", "text": CUT}]
-            marked[-1]["content"] = content + end
+            content: Any = marked[-1]["content"]
+            marked[-1]["content"] = content + (CUT if isinstance(content, str) else [{"type": "text", "text": CUT}])
         text = self._template.render(marked, prompt=header, **self.texts.mark(variables or {}))
         if continued:
             text, cut, _ = text.rpartition(CUT)
@@ -222,7 +250,7 @@ class Conversation:
         first, *others = text.split(IMAGE)
         tokens = self.texts.encode(first)
         for part in others:
-            tokens += [*([] if image_token is None else [image_token]), *self.texts.encode(part)]
+            tokens += [*([] if image_token is None else [image_token]), *self.texts.encode(part, follows=True)]
         return tokens
 
     def parts(
@@ -232,7 +260,7 @@ class Conversation:
         *,
         answers: bool = True,
         image: str | None = None,
-    ) -> list[Part]:
+    ) -> list[TextPiece]:
         """The text of a conversation to learn from, for `MarkedText.tokenize`; see `ChatTemplate.parts`.
 
         answers: False: all of it is learned. image: in contents, what stands for an image; in the result it is IMAGE.
@@ -240,7 +268,9 @@ class Conversation:
         Raises TemplateMisfit.
         """
         marked, more = self._marked(messages, image), self.texts.mark(variables or {})
-        return self._template.parts(marked, **more) if answers else [Part(self._template.render(marked, **more), 1)]
+        return (
+            self._template.parts(marked, **more) if answers else [TextPiece(self._template.render(marked, **more), 1)]
+        )
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], image: str | None = None) -> list[dict[str, Any]]:
         """Messages for the template. Raises TemplateMisfit for something else."""

@@ -3,10 +3,12 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate, groupby
 
 import numpy as np
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import ConfigError
 from megajax.tokenizers.base import Tokenizer, check_ids, join_spans
 from megajax.tokenizers.config import MultimodalTokenizerConfig
@@ -24,7 +26,7 @@ class MultimodalTokenizer(Tokenizer):
     """
 
     def __init__(self, config: MultimodalTokenizerConfig):
-        if problems := config.problems():
+        if problems := problems_of(config):
             raise ConfigError(problems)
         self.base: Tokenizer = config.base.build()
         self.vocabulary_size, self.specials = self.base.vocabulary_size, dict(self.base.specials)
@@ -40,14 +42,18 @@ class MultimodalTokenizer(Tokenizer):
         if self.continues is not None:
             self.continues = np.append(self.continues, np.zeros(self.vocabulary_size - len(self.continues), bool))
         self._ids = {token.encode(): number for number, token in self._names.items()}
-        # Longer tokens first, since a token may be a prefix of another.
-        self._cuts = re.compile(b"(" + b"|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) + b")")
+        self._after = self.base.after_special()
+        # Longer tokens first, since a token may be a prefix of another. The text's tokenizer finds its own.
+        cuts = sorted((name for name in self._ids if name.decode() not in self.base.controls()), key=len, reverse=True)
+        self._cuts = re.compile(b"(" + (b"|".join(map(re.escape, cuts)) or b"(?!)") + b")")
         digest = hashlib.sha256(repr(sorted(self._ids.items())).encode()).hexdigest()
         self.identity = f"{self.base.identity}:multimodal={digest[:8]}"
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         parts = [
-            np.array([self._ids[part]], np.int32) if place % 2 else self.base.encode_bytes(part)
+            np.array([self._ids[part]], np.int32)
+            if place % 2
+            else (self._after if place else self.base).encode_bytes(part)
             for place, part in enumerate(self._cuts.split(data))
             if part
         ]
@@ -61,7 +67,7 @@ class MultimodalTokenizer(Tokenizer):
         return join_spans(
             (start, np.array([self._ids[part.encode()]], np.int32), np.array([[0, len(part)]]))
             if place % 2
-            else (start, *self.base.encode_spans(part))
+            else (start, *(self._after if place else self.base).encode_spans(part))
             for place, (start, part) in enumerate(zip(starts, parts, strict=False))
             if part
         )
@@ -76,6 +82,11 @@ class MultimodalTokenizer(Tokenizer):
 
     def controls(self) -> dict[str, int]:
         return {**self.base.controls(), **{name: number for number, name in self._names.items()}}
+
+    def after_special(self) -> Tokenizer:
+        twin = copy(self)
+        twin.base = self._after
+        return twin
 
     def plain(self) -> Tokenizer:
         """The tokenizer of the text, whose ids are a subset of these."""

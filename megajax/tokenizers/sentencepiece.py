@@ -131,6 +131,11 @@ class SentencePieceTokenizer(Tokenizer):
     def controls(self) -> dict[str, int]:
         return {token.decode(): number for token, number in self._added.items()} if self._cuts else {}
 
+    def after_special(self) -> Tokenizer:
+        twin = copy(self)
+        twin._first = []
+        return twin
+
     def plain(self) -> Tokenizer:
         twin = copy(self)
         twin._cuts = None

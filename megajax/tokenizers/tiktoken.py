@@ -6,6 +6,7 @@ from copy import copy
 
 import numpy as np
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.optional_packages import require
 from megajax.config.read_limits import parse_json
@@ -39,7 +40,7 @@ class TiktokenTokenizer(BytePairTokenizer):
     """
 
     def __init__(self, config: TiktokenTokenizerConfig):
-        if problems := config.problems():
+        if problems := problems_of(config):
             raise ConfigError(problems)
         tiktoken = require("tiktoken", "The tiktoken tokenizer")
         data, first = read_file(config.path, "file of ranks"), config.special_ids

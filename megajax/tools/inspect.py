@@ -6,12 +6,12 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from megajax.command_line.parser import Flag, front_door, parse
+from megajax.command_line.parser import Flag, first_word, front_door, parse
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
 from megajax.config.hints import did_you_mean
 from megajax.display.text import aligned, byte_size, count, moment
-from megajax.tools.json_output import JSON, first_word, show
+from megajax.tools.json_output import JSON, show
 
 USAGE = """python -m megajax.tools.inspect RUN [--step=N] [--verify] [--array=NAME] [--json[=FILE]]
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     verify, name = flags["verify"], flags["array"]
     if name is not None and verify:
         raise UserError("--verify checks files, --array shows one array: give one of them")
-    folder, step = resolve("megajax.checkpoint.places:locate")(run)
+    folder, step = resolve("megajax.checkpoint.committed_steps:locate")(run)
     step = step if flags["step"] is None else flags["step"]
     # By name, so that the front door can report a package that is not installed.
     survey, choose, describe = (
@@ -61,14 +61,14 @@ def main(argv: list[str]) -> int:
     content, arrays = describe(folder, choose(folder, steps, step).step)
     if name is not None:
         content = {"step": content["step"], "array": _array(content, arrays, name)}
-    place = resolve("megajax.checkpoint.places:open_place")(folder)
+    place = resolve("megajax.checkpoint.committed_steps:open_place")(folder)
     content = {"folder": str(place), "steps": [asdict(report) for report in steps]} | content
     lines = _array_lines(content) if name is not None else (*_steps_lines(content), *_content_lines(content))
     show("\n".join(lines), json.dumps(_finite(content), indent=1, allow_nan=False, default=str), flags["json"])
     return 2 if verify and any(report.faults for report in steps) else 0
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     """The value with NaN and infinities as text, because JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
@@ -85,7 +85,7 @@ def _array(content: Mapping[str, Any], arrays: Any, name: str) -> dict[str, Any]
         raise UserError(f"--array: step {content['step']} has no array {name}\n    {hint}")
     try:
         return described[name] | arrays.statistics(name)
-    except resolve("megajax.checkpoint.integrity:Damaged") as error:
+    except resolve("megajax.checkpoint.manifest:Damaged") as error:
         raise UserError(f"checkpoint step {content['step']}: {error}\n--verify says which file is damaged.") from error
 
 
@@ -134,7 +134,7 @@ def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "settings", ", ".join(f"{path}={value}" for path, value in values if value is not None)
 
 
-def _at(config: Any, path: str) -> Any:
+def _at(config: object, path: str) -> Any:
     for part in path.split("."):
         config = config.get(part) if isinstance(config, Mapping) else None
     return config

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 from megajax.command_line.parser import Flag
-from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url, url_problem
-from megajax.metrics.runfolder import write_output_file
+from megajax.metrics.run_folder import write_output_file
 
 JSON = Flag("json", None | bool | Path)
 
@@ -19,12 +17,3 @@ def show(text: str, json_text: str, output: bool | Path | None) -> None:
     if isinstance(output, Path):
         write_output_file(output, json_text + "\n")
     print(json_text if output is True else text)
-
-
-def first_word(argv: list[str], expected: str, usage: str, *, stored: bool = False) -> Path:
-    """The path that is the first argument. Raises UserError if it is a flag or a URL. stored: accept URLs of stores."""
-    if argv[0].startswith("-"):
-        raise UserError(f"the first argument must be {expected}, got {argv[0]}\n{usage.splitlines()[0]}")
-    if not (stored and store_url(argv[0])) and (problem := url_problem(argv[0])) is not None:
-        raise UserError("\n".join(problem))
-    return Path(argv[0])

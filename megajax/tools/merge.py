@@ -4,7 +4,7 @@ import argparse
 
 from megajax.command_line.parser import front_door
 from megajax.config.class_references import resolve
-from megajax.config.file_paths import path_argument
+from megajax.config.paths_and_store_urls import path_argument
 
 
 def main(argv: list[str]) -> int:

@@ -2,10 +2,11 @@
 
 import json
 
-from megajax.command_line.parser import Flag, front_door, parse
+from megajax.command_line.parser import Flag, first_word, front_door, parse
+from megajax.config.bounds import Count
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.tools.json_output import JSON, first_word, show
+from megajax.tools.json_output import JSON, show
 
 USAGE = """python -m megajax.tools.trace FOLDER_OR_FILE [--top=20] [--steps=N] [--json[=FILE]]
 
@@ -17,7 +18,7 @@ reads *.xplane.pb, also compressed (.gz); in a folder, the newest one. Traces ar
   --steps=N        number of steps in the trace; default: the steps marked in it, or one
   --json[=FILE]    print JSON instead of text, or also write it to a file
 """
-FLAGS = (Flag("top", int, 20), Flag("steps", int | None), JSON)
+FLAGS = (Flag("top", Count, 20), Flag("steps", Count | None), JSON)
 
 
 def main(argv: list[str]) -> int:
@@ -31,8 +32,6 @@ def main(argv: list[str]) -> int:
         return 0
     path = first_word(argv, "a folder or a file", USAGE)
     flags = parse(argv[1:], verb="tools.trace", flags=FLAGS, with_config=False).flags
-    if flags["top"] < 1 or (flags["steps"] is not None and flags["steps"] < 1):
-        raise UserError("--top and --steps must be at least 1")
     # By name, so that the front door can report a package that is not installed.
     find_trace, read_trace, summarize = (
         resolve(f"megajax.metrics.trace_summary:{name}") for name in ("find_trace", "read_trace", "summarize")

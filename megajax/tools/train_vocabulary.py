@@ -7,7 +7,7 @@ from typing import Any
 from megajax.command_line.parser import Flag, front_door, parse
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.file_paths import PathText
+from megajax.config.paths_and_store_urls import PathText
 from megajax.storage.write_errors import write_fault
 
 USAGE = """python -m megajax.tools.train_vocabulary --input=PATH[,PATH…] --output=FILE [--size=8000] [--cased]

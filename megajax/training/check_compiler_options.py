@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.hints import did_you_mean, nearest_names
 from megajax.config.parse_scalar import Mismatch, scalar
-from megajax.mesh.xla_options import DEFAULTS, TERMINATION_MARGIN, Defaults, Option, Value, XlaConfig, compiler_options
+from megajax.processes import xla_options
+from megajax.processes.xla_options import Defaults, Option, Value, XlaConfig, compiler_options
 from megajax.training.run_config import RunConfig
 
 UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")
@@ -41,7 +42,7 @@ class Refusal(NamedTuple):
 
 def default_options(cfg: RunConfig, platform: str) -> list[Option]:
     """The default options of this config on a platform; empty for a platform without defaults."""
-    defaults = DEFAULTS.get(platform, Defaults())
+    defaults = xla_options.DEFAULTS.get(platform, Defaults())
     options = list(defaults.always)
     if cfg.parallel.data_sharding == "fsdp" and cfg.parallel.pipeline == 1:
         options += defaults.fsdp
@@ -51,7 +52,7 @@ def default_options(cfg: RunConfig, platform: str) -> list[Option]:
     options += defaults.deterministic if cfg.xla.deterministic else ()
     if (watchdog := cfg.resilience.watchdog) is not None:
         # Other processes may compile while this one is in its first step.
-        options += defaults.termination(max(watchdog.compile, watchdog.step) + TERMINATION_MARGIN)
+        options += defaults.termination(max(watchdog.compile, watchdog.step) + xla_options.TERMINATION_MARGIN)
     return options
 
 
@@ -70,15 +71,13 @@ def inference_options(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
 
     Raises ConfigError for options given by the user that the compiler refuses.
     """
-    defaults = DEFAULTS.get(device.platform, Defaults())
+    defaults = xla_options.DEFAULTS.get(device.platform, Defaults())
     options = (*defaults.always, *defaults.inference, *(defaults.deterministic if xla.deterministic else ()))
     return accepted_options(compiler_options(*options), xla.options, device)
 
 
-def accepted_options(
-    defaults: Mapping[str, Value], user_options: Mapping[str, Any], device: jax.Device
-) -> dict[str, Value]:
-    """The compiler options for `device`: the accepted defaults, overridden by the user's options.
+def accepted_options(defaults: Mapping[str, Value], chosen: Mapping[str, Any], device: jax.Device) -> dict[str, Value]:
+    """The compiler options for `device`: the accepted defaults, overridden by those that the user has chosen.
 
     Refused defaults are omitted with a warning. Raises ConfigError for refused options of the user.
     """
@@ -89,7 +88,7 @@ def accepted_options(
         warnings.warn(text, stacklevel=2)
         del accepted[refused.name]
     typed, problems = {}, []
-    for name, value in user_options.items():
+    for name, value in chosen.items():
         try:
             typed[name] = _typed(name, "" if value is None else value, device)
         except _Refused as error:

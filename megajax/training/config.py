@@ -2,19 +2,20 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
+from megajax.config.bounds import Bounds, Index, Size
 from megajax.config.class_references import Builds
+from megajax.config.compose import UnknownValue
 from megajax.config.errors import Problem
 from megajax.config.hints import nearest_divisors
 from megajax.data.configs import DataConfig
 
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)"
 THRESHOLD = re.compile(f"{NUMBER}:{NUMBER}", re.IGNORECASE)
-LARGEST = 2**31 - 1
-"""Limit of the rows of a run."""
 MOST_SIZES = 1000
 """Limit of the increments of a ramp."""
 SUFFIXES = (("", 1), ("K", 10**3), ("M", 10**6), ("B", 10**9), ("T", 10**12))
@@ -25,26 +26,19 @@ def _number(number: str, suffix: str) -> int:
     return int(float(number) * dict(SUFFIXES)[suffix.upper()])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LinearRampConfig:
     """From `start` rows to batch.global_size in equal increments, each for as many samples (Brown et al. 2020).
 
     Example: `mj.BatchConfig(global_size=512, ramp=mj.LinearRampConfig(start=64, increment=64, samples=100_000))`
     """
 
-    start: int
+    start: Size
     """Rows per step at first."""
-    increment: int
+    increment: Size
     """Rows added at a time."""
-    samples: int
+    samples: Size
     """Samples after which batch.global_size is reached."""
-
-    def problems(self) -> list[Problem]:
-        return [
-            Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}")
-            for name in ("start", "increment", "samples")
-            if not 1 <= getattr(self, name) <= LARGEST
-        ]
 
     def size_problems(self, global_size: int) -> list[Problem]:
         """Conflicts with the final batch size."""
@@ -88,7 +82,7 @@ class LinearRampConfig:
         return tuple(steps)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRampConfig:
     """Batch sizes, each with the threshold at which it starts; the last must be batch.global_size.
 
@@ -129,10 +123,9 @@ class StepRampConfig:
         return sorted((_number(m[1], m[2]), _number(m[3], m[4])) for m in matches if m)
 
     def size_problems(self, global_size: int) -> list[Problem]:
-        """Conflicts with the final batch size."""
-        last = self.pairs()[-1][1]
-        if last == global_size:
-            return []
+        """Conflicts with the final batch size; those of the sizes alone, if there are any."""
+        if (problems := self.problems()) or (last := self.pairs()[-1][1]) == global_size:
+            return problems
         return [
             Problem("sizes", f"must end at global_size={global_size} rows, got {last}", f"set batch.global_size={last}")
         ]
@@ -150,19 +143,19 @@ class StepRampConfig:
 type RampConfig = LinearRampConfig | StepRampConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig(Builds):
     """Rows per step, and rows per microbatch.
 
     Example: `mj.BatchConfig(global_size=512, micro_size=4)`
     """
 
-    target: ClassVar[str] = "megajax.training.elastic.batch_sizes:BatchSizes"
-    global_size: int = 8
+    target: ClassVar[str] = "megajax.training.batch_sizes:BatchSizes"
+    global_size: Size = 8
     """Rows per step over all devices; with a ramp, at its end."""
-    micro_size: int = 1
+    micro_size: Size = 1
     """Rows of a microbatch on each data-parallel device. The microbatches of a step run one after another."""
-    side_by_side: int = 1
+    side_by_side: Annotated[int, Bounds(at_least=1, at_most=2, hint="two hide the collectives of each other")] = 1
     """2: two microbatches at a time, each layer of both in one loop, so that one computes beside the collectives over
     `tensor` of the other. Needs the memory of both. In a pipeline: the forward of one and the backward of another,
     which it holds anyway."""
@@ -176,17 +169,10 @@ class BatchConfig(Builds):
     multiple is an error."""
 
     def problems(self) -> list[Problem]:
-        problems = [
-            Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}")
-            for name in ("global_size", "micro_size")
-            if not 1 <= getattr(self, name) <= LARGEST
-        ]
-        if self.side_by_side not in (1, 2):
-            message = f"must be 1 or 2 microbatches, got {self.side_by_side}"
-            problems.append(Problem("side_by_side", message, "two hide the collectives of each other"))
-        if not problems and self.ramp is not None and not self.ramp.problems():
-            sizes = self.ramp.size_problems(self.global_size)
-            problems += [replace(problem, setting=f"ramp.{problem.setting}") for problem in sizes]
+        problems = []
+        with suppress(UnknownValue):  # of the ramp, whose other settings are checked
+            sizes = [] if self.ramp is None else self.ramp.size_problems(self.global_size)
+            problems = [replace(problem, setting=f"ramp.{problem.setting}") for problem in sizes]
         if not problems and self.global_size % self.micro_size and not self.decrease:
             legal = ", ".join(str(n) for n in nearest_divisors(self.global_size, self.micro_size))
             message = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
@@ -196,8 +182,6 @@ class BatchConfig(Builds):
     def replica_problems(self, replicas: int) -> list[Problem]:
         """Problems of these sizes on `replicas` data-parallel devices."""
         unit = self.micro_size * replicas
-        if not 1 <= self.global_size <= LARGEST or unit < 1:
-            return []
         if self.global_size % unit == 0 or (self.decrease and self.global_size >= unit):
             return self._ramp_problems(unit)
         below = self.global_size // unit * unit
@@ -212,7 +196,7 @@ class BatchConfig(Builds):
         ]
 
     def _ramp_problems(self, unit: int) -> list[Problem]:
-        if self.ramp is None or self.ramp.problems() or self.ramp.size_problems(self.global_size):
+        if self.ramp is None or self.ramp.size_problems(self.global_size):
             return []
         # The rows of all sizes do not depend on the sequence length.
         sizes = [rows for _, rows in self.ramp.thresholds(self.global_size, 1)]
@@ -236,23 +220,23 @@ class TaskBuilder(Protocol):
     """Name of its figures in reports, beside train, validation and test."""
 
     def build(self, scorer: Any) -> Any:
-        """A function without arguments that returns `Figures`. scorer: a `megajax.training.scoring.Scorer`.
+        """A function without arguments that returns `Figures`. scorer: a `megajax.training.scorer.Scorer`.
 
         Raises UserError if its data can't be loaded.
         """
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Evaluation of the loss on the validation and test splits.
 
     Example: `mj.EvaluationConfig(every=250, batches=8)`
     """
 
-    every: int | None = None
+    every: Annotated[int, Bounds(at_least=1, hint="every=none: no evaluation between steps")] | None = None
     """Steps between evaluations on the validation split; none: only what `at_end` asks for."""
-    batches: int = 10
+    batches: Index = 10
     """Global batches of each evaluation; 0: no evaluation."""
     full: bool = False
     """Evaluate on all rows of a split each time, not on the next `batches` batches."""
@@ -265,7 +249,7 @@ class EvaluationConfig:
     tasks: tuple[TaskBuilder, ...] = ()
     """Tasks to evaluate on, such as megajax.tasks.config:LambadaConfig.
     On the command line: --evaluation.tasks='[{type: "megajax.tasks.config:LambadaConfig", path: FILE}]'."""
-    tasks_every: int | None = None
+    tasks_every: Annotated[int, Bounds(at_least=1, hint="none: at the end")] | None = None
     """Steps between evaluations on the tasks; none: evaluate on them at the end only."""
 
     def ends_with_one(self) -> bool:
@@ -274,19 +258,11 @@ class EvaluationConfig:
 
     def problems(self) -> list[Problem]:
         problems = []
-        if self.every is not None and self.every < 1:
-            problems.append(
-                Problem("every", f"must be at least 1, got {self.every}", "every=none: no evaluation between steps")
-            )
-        if self.tasks_every is not None and self.tasks_every < 1:
-            problems.append(Problem("tasks_every", f"must be at least 1, got {self.tasks_every}", "none: at the end"))
         names = [task.name for task in self.tasks]
         for number, name in enumerate(names):
             if name in ("train", "validation", "test", *self.sets, *names[:number]):
                 message = f"the name {name} is already the name of a split, a set or another task"
                 problems.append(Problem(f"tasks.{number}.name", message, "use another"))
-        if self.batches < 0:
-            problems.append(Problem("batches", f"must not be negative, got {self.batches}"))
         for name in self.sets:
             if not re.fullmatch(r"[\w.-]+", name):
                 problems.append(
@@ -294,14 +270,4 @@ class EvaluationConfig:
                 )
             elif name in ("train", "validation", "test"):
                 problems.append(Problem("sets", f"{name} is the name of a split of the run's own data", "use another"))
-            prefix = f"sets.{name}"
-            problems += [
-                replace(problem, setting=f"{prefix}.{problem.setting}") for problem in _problems(self.sets[name])
-            ]
         return problems
-
-
-def _problems(data: DataConfig) -> list[Problem]:
-    # The config tree does not check entries of a mapping.
-    problems = getattr(data, "problems", None)
-    return problems() if problems is not None else []

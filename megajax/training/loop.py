@@ -9,14 +9,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array
 
-from megajax.batch import SAMPLE
+from megajax.batch import SAMPLE, Batch
 from megajax.faults.signals import StopWaiting
+from megajax.training.limits.step import StepControl
 from megajax.training.observations import measurements
+from megajax.training.program import Program
+from megajax.training.state import TrainState
 from megajax.training.step import Metrics
 from megajax.training.step_report import StepInfo
 
@@ -27,7 +30,7 @@ class StepInput(NamedTuple):
     """A batch on the devices and its accounts, kept until its step needs no rerun."""
 
     step: int
-    batch: Any
+    batch: Batch
     consumed: int
     metrics: Mapping[str, float] = MappingProxyType({})
     """What was measured when the batch was made."""
@@ -50,29 +53,42 @@ class Flight(NamedTuple):
     dispatched: float
 
 
+class Running(Protocol):
+    """What the loop reads and writes of a `megajax.training.session.Run`."""
+
+    state: TrainState
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def batches(self) -> Iterator[tuple]: ...
+    @property
+    def steps_done(self) -> int: ...
+
+
 @contextmanager
-def computing(run: Any) -> Generator[None]:
+def computing(run: Running) -> Generator[None]:
     """The mesh and the matmul precision of a run."""
-    with jax.set_mesh(run.mesh), jax.default_matmul_precision(run.cfg.precision.matmul_precision()):
+    with jax.set_mesh(run.program.mesh), jax.default_matmul_precision(run.program.cfg.precision.matmul_precision()):
         yield
 
 
 class Steps:
     """Reads batches of a `Run`, dispatches steps and fetches their numbers. Wrappers have the same methods."""
 
-    def __init__(self, run: Any):
+    def __init__(self, run: Running):
         self.run, self._last_end = run, time.monotonic()
 
     def read(self, step: int) -> StepInput:
         """The next batch. Raises StopWaiting if the wait is ended."""
-        with jax.set_mesh(self.run.mesh):
+        with jax.set_mesh(self.run.program.mesh):
             return StepInput(step, *next(self.run.batches))
 
-    def dispatch(self, step_input: StepInput, *control: Any) -> Flight:
+    def dispatch(self, step_input: StepInput, *control: StepControl) -> Flight:
         """control: inputs of the step besides state and batch."""
         dispatched = time.monotonic()
         with computing(self.run), jax.profiler.StepTraceAnnotation("train", step_num=step_input.step):
-            self.run.state, metrics = self.run.train_step(self.run.state, step_input.batch, *control)
+            self.run.state, metrics = self.run.program.train_step(self.run.state, step_input.batch, *control)
         return Flight(step_input, metrics, dispatched)
 
     def fetch(self, flight: Flight) -> StepInfo:
@@ -98,13 +114,19 @@ class Steps:
         return self.fetch(flights.popleft())
 
 
+def run_step(run: Running, batch: Batch) -> StepInfo:
+    """Train on a batch, and wait for the report."""
+    steps, number, consumed = Steps(run), run.steps_done + 1, int(run.state.consumed_samples)
+    return steps.fetch(steps.dispatch(StepInput(number, batch, consumed + batch[SAMPLE].size)))
+
+
 type Between = Callable[[int, Callable[[], Iterator[StepInfo]]], Iterator[StepInfo]]
 """Called after each step with its number, and with a function that waits for all dispatched steps and yields their
 reports; yields these reports, or none. StopWaiting raised in it ends the loop."""
 
 
 def run_steps(
-    run: Any, last: int, steps: Any = None, between: Between = lambda step, reports: iter(())
+    run: Running, last: int, steps: Any = None, between: Between = lambda step, reports: iter(())
 ) -> Iterator[StepInfo]:
     """Train up to and including step `last`, yielding the report of each step one step late.
 
@@ -119,7 +141,7 @@ def run_steps(
             yield steps.land(flights)
 
     with suppress(StopWaiting):
-        for step in range(run.step + 1, last + 1):
+        for step in range(run.steps_done + 1, last + 1):
             flights.append(steps.dispatch(steps.read(step)))
             yield from landed(1)
             yield from between(step, lambda: landed(0))

@@ -66,7 +66,7 @@ def on_layout(
     )
 
 
-def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
+def debug_config(cfg: RunConfig, model: ModelConfig, **changes: object) -> RunConfig:
     """The debug version of `cfg`: a small model, mock data, float32 and 20 steps of 8 rows, for a laptop.
 
     Keeps the optimizer, the shape of the schedule and the isolation of documents. changes: other fields of the config.
@@ -92,7 +92,7 @@ def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfi
     return cfg.but(**settings | changes)
 
 
-def library_debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
+def library_debug_config(cfg: RunConfig, model: ModelConfig, **changes: object) -> RunConfig:
     """`debug_config` for 60 steps on the source files of Python's standard library, as bytes: ids below 257.
 
     Example: `mj.library_debug_config(mj.load("mixtral.py"), mj.mixtral("debug", vocabulary_size=257))`

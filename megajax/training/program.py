@@ -11,31 +11,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
+from jax.stages import Wrapped
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
-from megajax.compiled.schedule import Scheduled
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
 from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization.replace_matrices import demand_device
-from megajax.mesh.config import BATCH_AXES, TOKEN_AXES, ParallelConfig, devices_over
-from megajax.mesh.context_parallelism import ContextSharding
+from megajax.mesh.config import BATCH_AXES, TOKEN_AXES, ContextSharding, ParallelConfig, devices_over
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan, demand_known
-from megajax.mesh.xla_options import Value, options_for_once
+from megajax.mesh.sharding_rules import Plan, demand_known
 from megajax.mesh.zigzag_order import SequenceSharding
-from megajax.models.facts import ChoosesKernels
+from megajax.models.facts import ChoosesKernels, ModelSummary, summarize
 from megajax.models.protocol import Model, ModelConfig, demand_model
 from megajax.models.reduction import LossReduction
-from megajax.models.summary import ModelSummary, summarize
 from megajax.optim.config import score_limit
 from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
-from megajax.optim.schedule import Schedule as LearningRate
+from megajax.optim.schedule import RateSchedule
 from megajax.pipeline.check import check
-from megajax.pipeline.executor import Stage
+from megajax.pipeline.executor import StageExecutor
 from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule, build
 from megajax.pipeline.side_by_side import SideBySide
@@ -44,27 +41,33 @@ from megajax.precision.fp8 import capability_of
 from megajax.precision.loss_scale import LossScaler
 from megajax.precision.matmul import RoundedMatmul
 from megajax.precision.recipes import recipe_of
+from megajax.processes.xla_options import Value, options_for_once
+from megajax.training.batch_sizes import BatchSizes
 from megajax.training.check_compiler_options import run_options
 from megajax.training.config import BatchConfig
-from megajax.training.elastic.batch_sizes import BatchSizes
 from megajax.training.gradients.accumulate import accumulate
 from megajax.training.gradients.grads import GradFn, Weights, batch_specs, forward_sums
 from megajax.training.gradients.pipelined import pipelined, pipelined_sums
 from megajax.training.gradients.staged import Head, staged, training_loss
-from megajax.training.guarded.nonfinite import NonfiniteGradients, make_nonfinite_gradients
-from megajax.training.guarded.step import guarded
-from megajax.training.guarded.stop_flags import exchanging
+from megajax.training.limits.nonfinite_gradients import NonfiniteGradients, make_nonfinite_gradients
+from megajax.training.limits.step import exchanging, guarded
 from megajax.training.observations import following
 from megajax.training.run_config import RunConfig
-from megajax.training.scheduled_step import ScheduledStep, costs_of, rows_over_mean, scheduling_gpu
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
-from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
+from megajax.training.step import (
+    ScheduleChoice,
+    ScheduledTrainStep,
+    StepParts,
+    StepScheduler,
+    compiled,
+    make_eval_step,
+)
 
 DROPOUT_STREAM = 1
 """Separates the random numbers of dropout from those of the initial weights, which have the same seed."""
 
 
-class Elements(NamedTuple):
+class WeightElements(NamedTuple):
     """Numbers of elements of a program's weights."""
 
     stored: int
@@ -87,7 +90,7 @@ class Program:
     observed: Mapping[str, ParamSpec]
     """The model's observations by path."""
     optimizer: Optimizer
-    schedule: LearningRate
+    schedule: RateSchedule
     shardings: Any
     """Sharding of each leaf of the state: a TrainState of NamedShardings."""
     sizes: BatchSizes
@@ -100,6 +103,8 @@ class Program:
     """Compiler options of every program of the run."""
     schema: Schema
     """The leaves of the run's batches."""
+    scheduler: StepScheduler | None = None
+    """Compiles the train step with the times of a cost model; None: XLA schedules it by its own."""
 
     def __repr__(self) -> str:
         used = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1)
@@ -124,10 +129,10 @@ class Program:
         return summarize(self.cfg.model, self.cfg.optimizer.trainable)
 
     @property
-    def elements(self) -> "Elements":
+    def elements(self) -> "WeightElements":
         """Elements of the weights, padding included."""
         paths = self.declared, self.optimizer.declared, self.adapters
-        return Elements(*(sum(weight_size(self.declared[path]) for path in group) for group in paths))
+        return WeightElements(*(sum(weight_size(self.declared[path]) for path in group) for group in paths))
 
     @cached_property
     def adapters(self) -> frozenset[str]:
@@ -149,7 +154,13 @@ class Program:
         }
 
     @classmethod
-    def of(cls, cfg: RunConfig, mesh: Mesh, options: Mapping[str, Value] | None = None) -> "Program":
+    def of(
+        cls,
+        cfg: RunConfig,
+        mesh: Mesh,
+        options: Mapping[str, Value] | None = None,
+        scheduler: StepScheduler | None = None,
+    ) -> "Program":
         """The program of a config that passes its checks on the mesh's devices.
 
         options: compiler options; None: those of the config that the compiler accepts. Raises ConfigError for user
@@ -186,6 +197,7 @@ class Program:
             _pipeline(cfg.parallel, sizes.sizes()[-1].microbatches) if cfg.parallel.pipeline > 1 else None,
             run_options(cfg, mesh) if options is None else options,
             batch_schema(cfg.model.schema(), cfg.data.leaves()),
+            scheduler,
         )
 
     def fresh_state(self) -> Callable[[], TrainState]:
@@ -223,7 +235,7 @@ class Program:
         if self.pipeline is None:
             parts = staged(self.abstract, self.arrays, self._reduction, key)
             return accumulate(moving, parts, self.mesh, self.cfg.batch.side_by_side)
-        kind = SideBySide if self.cfg.batch.side_by_side > 1 else Stage
+        kind = SideBySide if self.cfg.batch.side_by_side > 1 else StageExecutor
         return pipelined(moving, self._chunks(key), self.mesh, self.schedule_of, self.partition, kind=kind, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:
@@ -231,18 +243,15 @@ class Program:
         return _pipeline(self.cfg.parallel, microbatches)
 
     @cached_property
-    def train_step(self) -> TrainStep:
+    def train_step(self) -> Wrapped | ScheduledTrainStep:
         """(state, batch) or (state, batch, StepControl) -> (state, metrics); compiled when it is called or lowered."""
         step = guarded(self.step_parts, drills=bool(self.cfg.resilience.drills()))
         jitted = compiled(exchanging(step, self.shardings.step), self.step_parts, self.options)
-        gpu = scheduling_gpu(self.cfg.xla, self.mesh)
-        if gpu is None:
-            return jitted
-        return ScheduledStep(jitted, costs_of(gpu, self.mesh, rows_over_mean(self.cfg)))
+        return jitted if self.scheduler is None else self.scheduler.schedule(jitted)
 
-    def schedules(self) -> list[Scheduled]:
-        """The programs of the train step that are compiled with the times of the cost model; none by default."""
-        return [*self.train_step.scheduled.values()] if isinstance(self.train_step, ScheduledStep) else []
+    def schedules(self) -> list[ScheduleChoice]:
+        """Of the programs of the train step that are compiled with the times of a cost model."""
+        return [*self.train_step.scheduled.values()] if isinstance(self.train_step, ScheduledTrainStep) else []
 
     @cached_property
     def step_parts(self) -> StepParts:
@@ -306,7 +315,7 @@ class Program:
         return LossReduction(self.cfg.batch.loss_average)
 
 
-def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice[str], ...]:
+def demand_kernels(cfg: RunConfig, device: KernelDevice | None = None) -> tuple[KernelChoice[str], ...]:
     """The kernel of each block of the pattern on `device`; () for a model that does not choose kernels.
 
     device: None: the first local device. Raises UserError if the config names a kernel that the device lacks.
@@ -314,7 +323,7 @@ def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice
     if not isinstance(cfg.model, ChoosesKernels):
         return ()
     split = ContextSharding.of(cfg.parallel, causal=cfg.model.ignores_later_positions())
-    request = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), sharding=split)
+    request = KernelRequest(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), sharding=split)
     return cfg.model.kernel_choices(request, local_device() if device is None else device)
 
 
@@ -388,5 +397,5 @@ def weight_size(spec: ParamSpec) -> int:
     return prod(spec.shape) * rows // len(spec.layers) if spec.layers else prod(spec.shape)
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,8 +1,8 @@
 """Log-probabilities of answers under a reference model, computed once before training and stored beside the data.
 
 The reference model has the weights that a run starts from; with low-rank adapters it has those without the adapters. So
-one model is in memory. The name of a file is a digest of its contents' origin (`Origin`). It grows with each batch, so
-that an interrupted computation continues, and gets its final name when it is complete.
+one model is in memory. The name of a file is a digest of its contents' origin (`ScoresOrigin`). It grows with each
+batch, so that an interrupted computation continues, and gets its final name when it is complete.
 """
 
 import json
@@ -20,13 +20,16 @@ from jax.experimental import multihost_utils
 
 from megajax.batch import Params
 from megajax.config.errors import UserError
+from megajax.data.rows.row_source import RowSource
 from megajax.layers.param import ParamSpec
-from megajax.mesh.array_hash import array_hash
-from megajax.mesh.processes.peers import Peers
+from megajax.mesh.array_hash import array_hash, hash_of_arrays
+from megajax.processes.must_be_equal import MUST_BE_EQUAL
+from megajax.processes.peers import Peers
 from megajax.storage.index_cache import content_key
 from megajax.storage.write_errors import write_fault
+from megajax.tokenizers.base import Tokenizer
 from megajax.training.program import Program
-from megajax.training.scoring import Scorer
+from megajax.training.scorer import Scorer
 from megajax.training.state import TrainState
 
 UNRECORDED = "unrecorded"
@@ -47,7 +50,7 @@ class ReferencedRows(Protocol):
     identity: str
     """Digest of the data and the tokenizer."""
 
-    def whole(self) -> Any:
+    def whole(self) -> RowSource:
         """A row source of all the data, in an order that depends on the data alone."""
         ...
 
@@ -56,7 +59,7 @@ class ReferencedRows(Protocol):
         ...
 
 
-class Origin(NamedTuple):
+class ScoresOrigin(NamedTuple):
     """What stored log-probabilities were computed from."""
 
     data: str
@@ -80,10 +83,10 @@ class Reference(NamedTuple):
     """Rows that this attempt has computed; None: the files have weights."""
 
 
-class Store:
+class ScoresFile:
     """A file of rows of log-probabilities. The first process reads and writes it; all processes have its content."""
 
-    def __init__(self, folder: Path, origin: Origin, rows: int, peers: Peers):
+    def __init__(self, folder: Path, origin: ScoresOrigin, rows: int, peers: Peers):
         self.path = folder / f"{content_key(origin._asdict())[:24]}.scores"
         self._part, self._peers, self._origin = self.path.with_suffix(".part"), peers, origin
         self._shape = rows, origin.length
@@ -181,7 +184,7 @@ def kept_checksum(expected: str | None, program: Program) -> str | None:
 
 def attach_reference(
     program: Program,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     state: TrainState,
     sources: Iterable[Any],
     *,
@@ -200,12 +203,12 @@ def attach_reference(
         return None
     weights = reference_weights(program, state.inputs)
     current = weights_checksum({path: weights[path] for path in frozen_paths(program)}, program.declared)
-    checksum, files, scored = kept_checksum(expected, program) or current, dict[str, Store](), 0
+    checksum, files, scored = kept_checksum(expected, program) or current, dict[str, ScoresFile](), 0
     for source in reading:
         if source.identity not in files:
-            origin = Origin(source.identity, source.sequence_length, program.cfg.precision.compute, checksum)
+            origin = ScoresOrigin(source.identity, source.sequence_length, program.cfg.precision.compute, checksum)
             rows = source.whole()
-            store = files[source.identity] = Store(source.reference_folder, origin, len(rows), Peers())
+            store = files[source.identity] = ScoresFile(source.reference_folder, origin, len(rows), Peers())
             store.load()
             if not store.complete:
                 if current != checksum:
@@ -216,15 +219,13 @@ def attach_reference(
     return Reference(checksum, tuple(store.path for store in files.values()), scored)
 
 
-def _missing(store: Store, checksum: str) -> str:
-    return (
-        f"the run resumes, and the log-probabilities of its reference model (weights {checksum}) are not in "
-        f"{store.path.parent}{store.others()}. Put {store.path.name} back, set data.reference_dir to its folder, or "
-        "start a new run, whose reference are the weights that it starts from."
+def _missing(store: ScoresFile, checksum: str) -> str:
+    return MUST_BE_EQUAL["reference"].message.format(
+        weights=checksum, folder=store.path.parent, others=store.others(), file=store.path.name
     )
 
 
-def score(scorer: Scorer, rows: Any, store: Store, progress: Callable[[], None]) -> None:
+def score(scorer: Scorer, rows: RowSource, store: ScoresFile, progress: Callable[[], None]) -> None:
     """Compute the missing rows of a store."""
     size = scorer.rows_at_once(scorer.length)
     for first in range(store.stored, len(rows), size):
@@ -251,7 +252,5 @@ def weights_checksum(params: Params, declared: Mapping[str, ParamSpec]) -> str:
     def hashes(params: Params) -> Array:
         return jnp.stack([array_hash(x, rows=declared[path].layers) for path, x in sorted(params.items())])
 
-    table = np.asarray(jax.jit(hashes)(dict(params))).astype(np.uint64)
-    places = np.array([zlib.crc32(path.encode()) * 2 + 1 for path in sorted(params)], np.uint64)
-    lanes = (table * places[:, None]).sum(0) & np.uint64(0xFFFFFFFF)
-    return "".join(f"{int(lane):08x}" for lane in lanes)
+    places = [zlib.crc32(path.encode()) * 2 + 1 for path in sorted(params)]
+    return hash_of_arrays(np.asarray(jax.jit(hashes)(dict(params))), places)

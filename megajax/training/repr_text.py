@@ -26,17 +26,17 @@ def table(title: str, rows: Rows) -> str:
     return f"<table><caption{align}>{html.escape(title)}</caption>{''.join(cells)}</table>"
 
 
-def scalar_value(leaf: Any) -> Any:
+def scalar_value(leaf: object) -> float | int | bool | None:
     """The value of a scalar array; None if it is donated, abstract, traced, or on other processes."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted() or leaf.ndim:
         return None
     return leaf.item() if leaf.is_fully_replicated else None
 
 
-def state_text(state: Any) -> str:
+def state_text(state: object) -> str:
     """A TrainState in one line: its scalars, and the numbers of arrays and values in its trees."""
 
-    def text(value: Any) -> str:
+    def text(value: object) -> str:
         leaves = jax.tree.leaves(value)
         if len(leaves) == 1 and (value_text := scalar_value(leaves[0])) is not None:
             return str(value_text)

@@ -1,5 +1,6 @@
 """Builds a run from a config: mesh, tokenizer, data, program, state and loader."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,33 +12,34 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from megajax.batch import Leaf, Params
-from megajax.config.compose import check
+from megajax.batch import Batch, Leaf, Params
 from megajax.config.errors import UserError, demand_members
 from megajax.config.field_types import members
 from megajax.data.configs import DataConfig
-from megajax.data.preprocessing.missing_token_files import demand_files
-from megajax.data.rows.balancing import Balancing
+from megajax.data.rows.balancing import Balancing, RowWork
 from megajax.data.rows.config import RowsConfig
 from megajax.data.rows.loader import Loader
-from megajax.data.rows.row_source import MadeDuringRun, RunBatches
-from megajax.data.rows.splits import Evaluation, Rows, Splits, requested_rows
+from megajax.data.rows.row_source import MadeDuringRun, RowSource, RunBatches
+from megajax.data.rows.splits import EvaluationSchedule, Rows, Splits, requested_rows
 from megajax.display.text import count
 from megajax.faults.activity import Activity, Stage
+from megajax.layers.block.step_work import Training
+from megajax.layers.multiply_adds import VisibleKeys
 from megajax.layers.param import bind
 from megajax.mesh.config import devices_over
+from megajax.models.facts import ModelSummary, row_counts
 from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
+from megajax.training.batch_sizes import BatchSizes
 from megajax.training.config import EvaluationConfig
-from megajax.training.elastic.batch_sizes import BatchSizes
-from megajax.training.loop import run_steps
+from megajax.training.loop import computing, run_step, run_steps
+from megajax.training.own_batch import demand_batch, own_batch
 from megajax.training.program import Program
 from megajax.training.reference import Reference, attach_reference
 from megajax.training.repr_text import Rows as Lines
 from megajax.training.repr_text import plain, scalar_value, table
-from megajax.training.resolved import Resolved, resolve
-from megajax.training.row_work import row_work
+from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, own_buffers
 from megajax.training.step import TrainStep
@@ -45,6 +47,8 @@ from megajax.training.step_report import StepInfo
 
 type LoadModel = Callable[[str, "Parts"], Any]
 """(run, parts of the run) -> a `megajax.inference.loaded_model.LoadedModel` on its devices."""
+
+type Stopping = Callable[[], bool]
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(parts of the run, state of jax.ShapeDtypeStruct) -> the initial state; None: fresh."""
@@ -58,7 +62,7 @@ class Parts:
     program: Program
     tokenizer: Tokenizer
     splits: Splits
-    sets: Mapping[str, Any]
+    sets: Mapping[str, RowSource]
     """Additional validation sets: row sources by name."""
     load_model: LoadModel | None = None
     """Loads other models on the devices of the run; None: outside of a job."""
@@ -68,8 +72,7 @@ class Parts:
         return self.resolved.cfg
 
     def __repr__(self) -> str:
-        splits: Any = self.splits
-        rows = {name: len(part) for name, part in zip(splits._fields, splits, strict=True) if part is not None}
+        rows = {name: len(part) for name, part in self.splits._asdict().items() if part is not None}
         return f"<Parts: cfg, program, tokenizer {type(self.tokenizer).__name__}, splits of {rows} rows>"
 
     def skipped_rows(self) -> dict[str, dict[str, int]]:
@@ -79,7 +82,7 @@ class Parts:
         skipped = {name: {why: int(n) for why, n in reasons.items() if n} for name, reasons in counts.items()}
         return {name: reasons for name, reasons in skipped.items() if reasons}
 
-    def loader(self, source: Any, consumed: int, *, training: bool = False) -> Loader:
+    def loader(self, source: RowSource, consumed: int, *, training: bool = False) -> Loader:
         """Global batches of `source` from row `consumed` on; of the last size, or in training of each step's size."""
         sizes = self.program.sizes
         return Loader(
@@ -169,11 +172,11 @@ class Run:
         return self.program.mesh
 
     @property
-    def step(self) -> int:
+    def steps_done(self) -> int:
         """Number of finished steps; waits for the last one."""
         return int(self.state.step)
 
-    def model(self, *arrays: Any, **keywords: Any) -> Array:
+    def model(self, *arrays: jax.typing.ArrayLike, **keywords: jax.typing.ArrayLike) -> Array:
         """The output of the jitted module with the current weights: `run.model(tokens)` returns next-token logits.
 
         Any number of rows, and in causal models any number of positions up to the model's limit: inputs are padded to
@@ -201,7 +204,7 @@ class Run:
             result = self._forward(self.state.inputs, leaves)[:rows]
         return result[:, :length] if length else result
 
-    def _inputs(self, arrays: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _inputs(self, arrays: Sequence[object], keywords: Mapping[str, object]) -> dict[str, np.ndarray]:
         """The arrays of a call by the names of their leaves, checked against the schema."""
         call, schema = signature(self.program.abstract), self.cfg.model.schema()
         try:
@@ -226,11 +229,35 @@ class Run:
 
     def steps(self, count: int | None = None) -> Iterator[StepInfo]:
         """Train `count` steps (default: the rest of cfg.steps), yielding the report of each."""
-        last = self.cfg.steps if count is None else self.step + count
+        last = self.cfg.steps if count is None else self.steps_done + count
         return run_steps(self, last)
 
+    def batch(self, tokens: jax.typing.ArrayLike | None = None, **leaves: jax.typing.ArrayLike) -> Batch:
+        """The batch of a step from arrays on the host, for a loop of your own.
+
+        tokens: int [rows, 2 to length + 1], a document a row; labels, weights and positions follow from them. With
+        length + 1 tokens every position has a label; shorter rows are padded, without loss. leaves: arrays of other
+        models, or instead of what follows, by their names in the schema.
+
+        Raises UserError for another number of rows than a step has, and for arrays that do not match the schema.
+
+        Example: `run.step(run.batch(tokens))`
+        """
+        return own_batch(self.program, int(self.state.consumed_samples), tokens, leaves)
+
+    def step(self, batch: Batch) -> StepInfo:
+        """Train on a batch, and wait for the report of the step. `steps` reads on from its own place in the data."""
+        demand_batch(self.program, batch)
+        return run_step(self, batch)
+
+    def loss(self, batch: Batch) -> float:
+        """The mean loss of the current weights on a batch, as in evaluations: without dropout and auxiliary losses."""
+        demand_batch(self.program, batch)
+        with computing(self):
+            return float(quotient(*self.program.eval_step(self.state.inputs, batch)["loss"]))
+
     def evaluate(
-        self, source: Any, *, first: int = 0, batches: int | None = None, stopping: Callable[[], bool] = lambda: False
+        self, source: RowSource, *, first: int = 0, batches: int | None = None, stopping: Stopping = lambda: False
     ) -> float | None:
         """Mean loss per token; see `metrics`."""
         metrics = self.metrics(source, first=first, batches=batches, stopping=stopping)
@@ -238,11 +265,11 @@ class Run:
 
     def metrics(
         self,
-        source: Any,
+        source: RowSource,
         *,
         first: int = 0,
         batches: int | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        stopping: Stopping = lambda: False,
         waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, float] | None:
         """The model's metrics over global batches of `source` from row `first` on; nan for a total weight of 0.
@@ -276,7 +303,7 @@ class Run:
         self._forward = jax.jit(forward, compiler_options=dict(self.program.options))
 
 
-def checked_leaf(name: str, leaf: Leaf, array: Any) -> np.ndarray:
+def checked_leaf(name: str, leaf: Leaf, array: object) -> np.ndarray:
     """The rows of a leaf in its dtype.
 
     Raises ValueError for another shape or kind of dtype, and for ids out of range.
@@ -301,28 +328,6 @@ def checked_leaf(name: str, leaf: Leaf, array: Any) -> np.ndarray:
     return rows.astype(leaf.dtype)
 
 
-def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
-    """A run with fresh weights or the state of `start`, on all devices or on those given; writes only data caches.
-
-    Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
-    can't be loaded.
-    """
-    if not isinstance(cfg, RunConfig):
-        raise UserError(f'setup takes a RunConfig, not {type(cfg).__name__}: setup(load("gpt3.py:debug"))')
-    return begin(_checked(cfg, devices), start)
-
-
-def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
-    """The parts of a run without weights; see `setup`."""
-    return parts_of(_checked(cfg, devices))
-
-
-def _checked(cfg: RunConfig, devices: list[jax.Device] | None) -> Resolved:
-    check(cfg)
-    demand_files(cfg.data, cfg.tokenizer)
-    return resolve(cfg, devices)
-
-
 def begin(
     resolved: Resolved,
     start: Start | None = None,
@@ -330,8 +335,9 @@ def begin(
     reference: str | None = None,
     load_model: LoadModel | None = None,
 ) -> Run:
-    """`setup` of settings that are resolved. activity: records the stages; reference: see `attach_reference`;
-    load_model: see `Parts`.
+    """A run with fresh weights or the state of `start`; writes only data caches.
+
+    activity: records the stages; reference: see `attach_reference`; load_model: see `Parts`.
 
     Raises UserError for data or a tokenizer that can't be loaded.
     """
@@ -352,7 +358,7 @@ def begin(
 def parts_of(resolved: Resolved) -> Parts:
     """Builds tokenizer, data and the abstract model. Raises UserError for data or a tokenizer that can't be loaded."""
     cfg = resolved.cfg
-    evaluation, program = cfg.evaluation, Program.of(cfg, resolved.mesh, resolved.options)
+    evaluation, program = cfg.evaluation, Program.of(cfg, resolved.mesh, resolved.options, resolved.scheduler)
     tokenizer = build_tokenizer(cfg.tokenizer, program.summary.vocabulary)
     _check_prompt(cfg.logging.prompt, tokenizer)
     rows, schema = rows_to_read(evaluation, cfg.steps, program.sizes), cfg.model.schema()
@@ -414,7 +420,7 @@ def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
         raise UserError(f"logging.prompt={prompt!r}: {error}") from error
 
 
-def demand_rows(splits: Any, data: Any) -> None:
+def demand_rows(splits: object, data: object) -> None:
     """Raises UserError unless a data config has built `Splits` of row sources."""
     whose = f"{type(data).__name__}.build"
     if not isinstance(splits, Splits):
@@ -424,7 +430,9 @@ def demand_rows(splits: Any, data: Any) -> None:
             demand_members(part, ("__len__", "__getitem__"), f"the {name} split of {whose}, a {type(part).__name__},")
 
 
-def validation_sets(evaluation: EvaluationConfig, build: Callable[[DataConfig | RowsConfig], Splits]) -> dict[str, Any]:
+def validation_sets(
+    evaluation: EvaluationConfig, build: Callable[[DataConfig | RowsConfig], Splits]
+) -> dict[str, RowSource]:
     """The additional validation sets. Raises UserError for a set without a validation split."""
     sets = {name: build(data).valid for name, data in evaluation.sets.items()}
     if missing := [name for name, rows in sets.items() if rows is None]:
@@ -437,6 +445,22 @@ def validation_sets(evaluation: EvaluationConfig, build: Callable[[DataConfig | 
 def rows_to_read(config: EvaluationConfig, steps: int, sizes: BatchSizes) -> Rows:
     """Rows that a run of `steps` steps reads of each split, as in Megatron-LM."""
     every, size, at_least = config.every or steps + 1, sizes.sizes()[-1].rows, max(steps, 1)
-    evaluation = Evaluation(every, config.batches, size) if config.batches else None
+    evaluation = EvaluationSchedule(every, config.batches, size) if config.batches else None
     rows = requested_rows(steps=at_least, global_size=size, evaluation=evaluation, rows=sizes.samples(at_least))
     return Rows(rows.train, None, None) if config.full and config.batches else rows
+
+
+def row_work(model: ModelSummary) -> RowWork:
+    """FLOPs of a training step per position and per attention score of a row, as `count_flops` counts them.
+
+    Of a model without facts, only scores count: all rows have the same number of positions, so the order of their work
+    is the same unless windows differ.
+    """
+    if (facts := model.facts) is None:
+        return RowWork()
+    positions, scores = 0.0, defaultdict[VisibleKeys, float](float)
+    for row in row_counts(facts, Training(model.trainable, facts.lora)):
+        positions += 2 * row.sequences * row.length * row.count.once / facts.row_positions()
+        for visible, number in row.count.pairs:
+            scores[visible] += 2 * row.sequences * number
+    return RowWork(positions, tuple(scores.items()))

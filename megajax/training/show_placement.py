@@ -1,8 +1,10 @@
 """Shows where weights are placed: a table, and a grid of blocks for each kind of sharding."""
 
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from math import prod
+from shutil import get_terminal_size
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from megajax.training.session import Run
 
 MEBIBYTE = 2**20
 WIDTH = 150
-"""Characters of a line on any terminal: wrapped tables are unreadable."""
+"""Characters of a line, but on a terminal, which has its own."""
 
 type Span = tuple[int, int]
 
@@ -30,11 +32,11 @@ def visualize(run: Run) -> None:
     Example: `mj.visualize(mj.setup(mj.load("quickstart.py")))`
     """
     if jax.process_index() == 0:
-        print(drawing(run))
+        print(drawing(run, get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH))
 
 
-def drawing(run: Run) -> str:
-    """The placement of a run's weights at rest, as text.
+def drawing(run: Run, width: int = WIDTH) -> str:
+    """The placement of a run's weights at rest, as text of at most `width` columns.
 
     First a table (path, shape, logical axes, partition over the mesh, MiB on each device), then, for each kind of
     sharding, one weight as a grid of its blocks with the ids of the devices that hold each block.
@@ -54,7 +56,7 @@ def drawing(run: Run) -> str:
         parts += [Text(f"\n{alike[0]}{more}: {_cuts(spec, array)}"), _grid(spec, array)]
     text = io.StringIO()
     # In a notebook rich would display the text instead of writing it to the file.
-    Console(file=text, width=WIDTH, color_system=None, force_jupyter=False).print(Group(*parts))
+    Console(file=text, width=width, color_system=None, force_jupyter=False).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
@@ -65,6 +67,13 @@ def _table(declared: Mapping[str, ParamSpec], arrays: Params) -> Table:
         axes = " ".join(str(name or "-") for name in declared[path].axes)
         shape = " x ".join(map(str, array.shape))
         table.add_row(path, shape, axes, _partition(array), f"{_mebibytes(array):.3f}")
+    return _folding(table)
+
+
+def _folding(table: Table) -> Table:
+    """The table with long text over several lines where the terminal is narrow, instead of cut."""
+    for column in table.columns:
+        column.overflow = "fold"
     return table
 
 
@@ -118,7 +127,7 @@ def _grid(spec: ParamSpec, array: jax.Array) -> RenderableType:
         table.add_column(_label(spec, across, column))
     for row in rows:
         table.add_row(_label(spec, down, row) or "all", *[_ids(cells[row, column]) for column in columns])
-    return table
+    return _folding(table)
 
 
 def _at(spans: Sequence[Span], dimensions: list[int]) -> tuple[Span, ...]:

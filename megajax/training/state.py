@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec, initial_values
 from megajax.mesh.named_shardings import replicated
-from megajax.mesh.rules import Plan, Rules
+from megajax.mesh.sharding_rules import Plan, Rules
 from megajax.optim.moments import HOST, in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler

@@ -1,28 +1,29 @@
 """The train step and the evaluation step.
 
-The plain step is complete by itself. A run wraps it: `megajax.training.guarded.step` applies limits from the host, and
-`megajax.training.guarded.stop_flags` exchanges stop flags and times between processes.
+The plain step is complete by itself. A run wraps it: `megajax.training.limits.step` applies limits from the host, and
+exchanges stop flags and times between processes.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
+from jax.stages import Wrapped
 
 from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.layers.param import ParamSpec
-from megajax.mesh.xla_options import Value
 from megajax.models.reduction import divisor, quotient
 from megajax.optim.moments import to_device, to_host
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm
-from megajax.optim.schedule import Schedule
+from megajax.optim.schedule import RateSchedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range
+from megajax.processes.xla_options import Value
 from megajax.training.gradients.grads import GradFn
 from megajax.training.observations import reported_arrays, updated_arrays
 from megajax.training.state import TrainState
@@ -32,6 +33,43 @@ type TrainStep = Callable[..., tuple[TrainState, Metrics]]
 """(state, batch [M, B, ...]) -> (state, metrics); the steps of a run also take a `StepControl`.
 
 Metrics are scalars by name, and arrays of the observations that have measures by path."""
+
+
+class ScheduleChoice(Protocol):
+    """How a program was scheduled that was compiled with other times than XLA's own."""
+
+    @property
+    def digest(self) -> str:
+        """Of what decides the order of collectives, which the processes of a run must share."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Figures of the choice."""
+
+    def summary(self) -> str:
+        """The choice, in one line of text."""
+
+
+@runtime_checkable
+class ScheduledTrainStep(Protocol):
+    """A train step whose programs are compiled with other times than XLA's own."""
+
+    @property
+    def scheduled(self) -> Mapping[Any, ScheduleChoice]:
+        """Of each program."""
+
+    def __call__(self, state: TrainState, batch: Batch, /, *control: tuple) -> tuple[TrainState, Metrics]: ...
+    def lower(self, state: TrainState, batch: Batch, /, *control: tuple) -> Any: ...
+
+
+class StepScheduler(Protocol):
+    """Compiles train steps with the times of a cost model: `megajax.planning.compiled.scheduled_step`."""
+
+    @property
+    def device(self) -> str:
+        """Name of the GPU whose times it takes."""
+
+    def schedule(self, step: Wrapped) -> ScheduledTrainStep:
+        """step: of `jax.jit`."""
 
 
 def unit_weight(batch: Batch) -> int:
@@ -46,7 +84,7 @@ class StepParts:
 
     grad_fn: GradFn
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: RateSchedule
     shardings: TrainState
     """Sharding of each leaf of the state."""
     gradient_shardings: Mapping[str, NamedSharding]
@@ -132,7 +170,7 @@ def plain_step(parts: StepParts) -> TrainStep:
     return train_step
 
 
-def compiled(step: TrainStep, parts: StepParts, options: Mapping[str, Value] | None = None) -> TrainStep:
+def compiled(step: TrainStep, parts: StepParts, options: Mapping[str, Value] | None = None) -> Wrapped:
     """The jitted step; donates the state and keeps its layout. options: compiler options."""
     return jax.jit(
         step,

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import Array
 
 from megajax.mesh.layer_metrics import Measured
 from megajax.training.repr_text import info_text
@@ -14,17 +15,17 @@ from megajax.training.repr_text import info_text
 class GuardLimits(NamedTuple):
     """The limits of one step; within the compiled step each is a float32 []."""
 
-    loss: Any = inf
+    loss: float | Array = inf
     """An update with a larger loss is not applied."""
-    norm: Any = inf
+    norm: float | Array = inf
     """An update with a larger gradient norm is not applied."""
     final: Any = 1.0
     """Above 0: the step is not run again, even if it is suspicious."""
-    loss_scale: Any = inf
+    loss_scale: float | Array = inf
     """Loss scale above which an overflow is not suspicious."""
-    loss_factor: Any = 1.0
+    loss_factor: float | Array = 1.0
     """Factor on the loss; other than 1 in drills only."""
-    gradient_factor: Any = 1.0
+    gradient_factor: float | Array = 1.0
     """Factor on the gradients; other than 1 in drills only."""
 
 
@@ -32,7 +33,7 @@ class GuardReport(NamedTuple):
     """What the guard did in a step."""
 
     limits: GuardLimits = GuardLimits()
-    first_try: Any = None
+    first_try: "StepInfo | None" = None
     """The report of the first run, if the step was run again."""
     nonfinite: str | None = None
     """The weights whose gradients were not finite in the second run; None if all were finite."""

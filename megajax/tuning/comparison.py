@@ -12,21 +12,22 @@ from jax import Array
 from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.mesh.named_shardings import replicated
-from megajax.mesh.processes.peers import Peers
+from megajax.processes.peers import Peers
 from megajax.storage.index_cache import atomic_write
 from megajax.storage.write_errors import write_fault
 from megajax.training.reference import Reference as KeptReference
 from megajax.training.reference import kept_checksum, reference_weights, weights_checksum
-from megajax.training.scoring import Scorer
+from megajax.training.scorer import Scorer
+from megajax.training.session import Parts
 from megajax.tuning.config import RolloutsConfig
-from megajax.tuning.rows import Block
+from megajax.tuning.rollout_rows import ScoredRows
 
 SCORED = ("tokens", "labels", "positions", "loss_mask", "segment_ids", "padding")
 FILE = "reference_weights.npz"
 REMEDY = "put back the file of this run, or start a new run"
 
 
-def scores(scorer: Scorer, block: Block, *more: str) -> np.ndarray:
+def scores(scorer: Scorer, block: ScoredRows, *more: str) -> np.ndarray:
     """The log-probability of each label by the trainer, float32 [R, S]. more: leaves beside SCORED."""
     size, parts = scorer.rows_at_once(scorer.length), list[np.ndarray]()
     rows = [{name: block[name][number] for name in (*SCORED, *more)} for number in range(len(block["tokens"]))]
@@ -43,10 +44,10 @@ def scorer_of(parts: Any) -> Scorer:
 class Comparison:
     """Compares the engine's log-probabilities with the trainer's, and applies what the settings say about them."""
 
-    def __init__(self, parts: Any, cfg: RolloutsConfig):
+    def __init__(self, parts: Parts, cfg: RolloutsConfig):
         self._cfg, self._scorer = cfg, scorer_of(parts)
 
-    def __call__(self, weights: Params, block: Block) -> dict[str, float]:
+    def __call__(self, weights: Params, block: ScoredRows) -> dict[str, float]:
         """Metrics; changes the block. Raises UserError beyond the limit if it stops the run."""
         cfg, inside = self._cfg, block["loss_mask"] > 0
         if not cfg.compare or not inside.any():
@@ -76,18 +77,18 @@ class Comparison:
         }
 
 
-class Reference:
+class StartingWeights:
     """The reference model: the weights that the run starts from, or the frozen ones below low-rank adapters.
 
     A run keeps them in a file of its folder, with layers in their order, and their checksum in the metadata of its
     steps.
     """
 
-    def __init__(self, parts: Any):
+    def __init__(self, parts: Parts):
         self._parts, self._scorer, self._peers = parts, scorer_of(parts), Peers()
         self._declared, self._weights = parts.program.arrays, dict[str, Array]()
 
-    def __call__(self, weights: Params, block: Block, *, new: bool) -> np.ndarray:
+    def __call__(self, weights: Params, block: ScoredRows, *, new: bool) -> np.ndarray:
         """Its log-probabilities, float32 [R, S]. new: whether the run starts with these weights."""
         if self._parts.program.adapters:
             self._scorer.weights = reference_weights(self._parts.program, weights)

@@ -1,17 +1,18 @@
 """The config of rollouts; imports neither jax nor flax."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from megajax.config.bounds import Bounds, Count, Index, Positive, Share
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText, StoredText
-from megajax.data.rows.config import LoaderConfig, at_least, between
+from megajax.config.paths_and_store_urls import PathText, StoredText
+from megajax.data.rows.config import LoaderConfig
 from megajax.data.text.config import text_leaves
 from megajax.inference.config import InferenceConfig, InferenceParallelConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutsConfig(Builds):
     """Answers of the model itself to prompts, and rewards for them, as the rows of `GRPOConfig`.
 
@@ -23,6 +24,7 @@ class RolloutsConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.tuning.prompts:build_splits"
+    has_messages: ClassVar[bool] = True
 
     paths: tuple[StoredText, ...] = ()
     """Files of JSON lines with prompts."""
@@ -36,26 +38,26 @@ class RolloutsConfig(Builds):
     or the only one."""
     reward_model_weight: float = 1.0
     """Weight of its score."""
-    prompts: int = 8
+    prompts: Count = 8
     """Prompts of a rollout."""
-    answers: int = 8
+    answers: Annotated[int, Bounds(at_least=2)] = 8
     """Answers to each prompt, which are compared with each other."""
-    passes: int = 1
+    passes: Count = 1
     """Number of times that each answer is trained on."""
-    prompt_tokens: int = 128
+    prompt_tokens: Count = 128
     """Maximum number of tokens of a prompt. A row holds sequence_length / (prompt_tokens + max_tokens) answers."""
-    max_tokens: int = 128
+    max_tokens: Count = 128
     """Maximum number of tokens of an answer."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, in addition to the end-of-document token."""
-    top_k: int = 0
+    top_k: Index = 0
     """Tokens are drawn from the k likeliest ones; 0: from all. Old log-probabilities are those of the distribution that
     tokens are drawn from; the loss has those among all tokens."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Bounds(at_least=1e-6, at_most=1)] = 1.0
     """Tokens are drawn from the likeliest ones whose probabilities add up to this; 1: from all."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Tokens are drawn from those with at least this share of the largest probability; 0: from all."""
-    template: PathText = "chatml"
+    template: PathText | None = None
     """Renders prompts that are messages, as in ChatConfig."""
     scale: Literal["group", "batch", "none"] = "group"
     """Advantages are rewards minus the mean of their group, divided by the standard deviation of the group or of the
@@ -65,27 +67,27 @@ class RolloutsConfig(Builds):
     ahead: Literal[0, 1] = 0
     """1: the next rollout is sampled before the updates of the present one, and its rewards are computed while these
     run, so answers are one rollout older than the weights. With old_log_p=trainer and truncation, that is corrected."""
-    more_rollouts: int = 0
+    more_rollouts: Index = 0
     """Dynamic sampling (DAPO): up to this many further rollouts until `prompts` groups have unequal rewards. The groups
     with equal rewards are left out. 0: none; equal rewards give advantages of 0."""
     cut_answers: Literal["keep", "mask"] = "keep"
     """mask: answers without an end within max_tokens do not count in the loss (DAPO's overlong filtering)."""
-    soft_tokens: int = 0
+    soft_tokens: Index = 0
     """The reward falls linearly by 1 over the last soft_tokens of max_tokens (DAPO's soft overlong punishment)."""
     old_log_p: Literal["engine", "trainer"] = "engine"
     """The log-probabilities that importance ratios start from: the engine's, or the trainer's of the same weights."""
-    truncation: float | None = None
+    truncation: Positive | None = None
     """With old_log_p=trainer, the advantage of a token is multiplied by the ratio of its probabilities in trainer and
     engine, at most this number (truncated importance sampling); none: by 1."""
     compare: bool = True
     """The trainer scores each rollout before its first update, at the cost of a forward pass: metrics mismatch_*."""
-    mismatch_limit: float | None = None
+    mismatch_limit: Positive | None = None
     """Largest difference of a token's log-probabilities in engine and trainer; none: any."""
     on_mismatch: Literal["mask", "stop"] = "mask"
     """Beyond mismatch_limit: the token does not count in the loss, or the run stops."""
-    workers: int = 2
+    workers: Count = 2
     """Processes that compute rewards, beside each process of the run."""
-    reward_seconds: float = 10.0
+    reward_seconds: Positive = 10.0
     """Limit of a reward function's time. A function that takes longer, raises an error, ends its process or returns no
     number is a reward of 0, which is counted; reward_failures.jsonl in the run folder has the first ones."""
     inference: InferenceConfig = field(default_factory=lambda: InferenceConfig(rows=64))
@@ -108,25 +110,17 @@ class RolloutsConfig(Builds):
         if not self.rewards and self.reward_model is None:
             remedy = "set data.rewards=FILE.py:NAME, or data.reward_model=RUN"
             problems.append(Problem("rewards", "names no function", remedy))
-        least = {"prompts": 1, "answers": 2, "passes": 1, "prompt_tokens": 1, "max_tokens": 1, "workers": 1}
-        for name, value in {**least, "more_rollouts": 0, "soft_tokens": 0}.items():
-            problems += at_least(name, getattr(self, name), value)
         if self.reward_weights and len(self.reward_weights) != len(self.rewards):
             message = f"has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards"
             problems.append(Problem("reward_weights", message))
         if self.loader != LoaderConfig():
             problems.append(Problem("loader", "has no effect on rows that are made during the run", "leave it out"))
-        problems += at_least("top_k", self.top_k, 0) + between("min_p", self.min_p, 0, 1)
-        problems += between("top_p", self.top_p, 1e-6, 1)
         if self.ahead and self.more_rollouts:
             message = f"is {self.more_rollouts}, which waits for rewards before it samples more"
             problems.append(Problem("more_rollouts", message, "set it to 0, or ahead=0"))
         if self.soft_tokens > self.max_tokens:
             message = f"{self.soft_tokens} is more than max_tokens={self.max_tokens}"
             problems.append(Problem("soft_tokens", message))
-        for name in ("reward_seconds", "truncation", "mismatch_limit"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                problems.append(Problem(name, f"must be above 0, got {value}"))
         if self.truncation is not None and self.old_log_p == "engine":
             problems.append(Problem("truncation", "needs the log-probabilities of the trainer", "old_log_p=trainer"))
         if not self.compare and (self.old_log_p == "trainer" or self.mismatch_limit is not None):
@@ -135,7 +129,7 @@ class RolloutsConfig(Builds):
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DigitSumsConfig(RolloutsConfig):
     """Rollouts on the 25 sums of two digits up to 4, for a first run without files.
 
@@ -143,17 +137,18 @@ class DigitSumsConfig(RolloutsConfig):
     """
 
     target: ClassVar[str] = "megajax.tuning.prompts:build_digit_sums"
+    has_messages: ClassVar[bool] = False
 
     rewards: tuple[str, ...] = ("megajax.tuning.digit_sums:close", "megajax.tuning.digit_sums:right")
     """Reward functions, as in RolloutsConfig: 1 for the sum and less for other digits, and whether it is the sum."""
     reward_weights: tuple[float, ...] = (1.0, 0.0)
     """Weight of each reward."""
-    prompt_tokens: int = 4
+    prompt_tokens: Count = 4
     """Maximum number of tokens of a prompt."""
-    max_tokens: int = 1
+    max_tokens: Count = 1
     """Maximum number of tokens of an answer."""
 
     def problems(self) -> list[Problem]:
         if self.paths:
             return [Problem("paths", "has no effect on digit sums", "use RolloutsConfig for prompts of files")]
-        return [problem for problem in RolloutsConfig.problems(self) if problem.setting != "paths"]
+        return [problem for problem in super().problems() if problem.setting != "paths"]

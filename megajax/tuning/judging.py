@@ -13,31 +13,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.mesh.processes.peers import Peers
 from megajax.models.answers.advantages import total_reward
+from megajax.processes.peers import Peers
+from megajax.storage.disk import open_regular
 from megajax.tuning.config import RolloutsConfig
-from megajax.tuning.rewards import RewardWorkers, Task
-from megajax.tuning.rows import Answer
+from megajax.tuning.rewards import RewardTask, RewardWorkers
+from megajax.tuning.rollout_rows import SampledAnswer
 
 FAILURES_FILE, MOST_FAILURES, DETAIL = "reward_failures.jsonl", 100, 2000
 """The file of the first failures, their number, and the characters of what each tells."""
 UNFINISHED, NOT_FINITE = "answers that the engine did not complete", "rewards: the model gave no finite number"
 
 
-class Group(NamedTuple):
+class AnswerGroup(NamedTuple):
     """The answers to a prompt, and their rewards [n, F]."""
 
-    answers: list[Answer]
+    answers: list[SampledAnswer]
     rewards: np.ndarray
     equal: bool
 
 
-class Background:
+class OrderedThread:
     """A thread that does work in order. The program can end while it waits for other processes."""
 
     def __init__(self):
         self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
-        # One thread for all work: processes of rewards end with the thread that has started them.
         Thread(target=self._run, name="rewards", daemon=True).start()
 
     def submit[T](self, work: Callable[[], T]) -> Future[T]:
@@ -84,14 +84,16 @@ class Judge:
         names = [reference.rpartition(":")[2] for reference in self._cfg.rewards]
         return [*names, *["model"] * (self._cfg.reward_model is not None)]
 
-    def __call__(self, lines: Sequence[Any], groups: Sequence[list[Answer]]) -> tuple[list[Group], Counter[str]]:
+    def __call__(
+        self, lines: Sequence[Any], groups: Sequence[list[SampledAnswer]]
+    ) -> tuple[list[AnswerGroup], Counter[str]]:
         """The groups of answers to these lines, and counts of the reasons why rewards are 0 or answers do not count.
 
         Raises UserError, in all processes, if functions can no longer be loaded or answers differ between processes.
         """
         cfg, functions = self._cfg, range(len(self._cfg.rewards))
         tasks = [
-            Task(function, answer.text, line.row)
+            RewardTask(function, answer.text, line.row)
             for line, group in zip(lines, groups, strict=True)
             for answer in group
             for function in functions
@@ -111,9 +113,9 @@ class Judge:
             rewards = np.concatenate([rewards, penalty[..., None]], axis=2)
         totals = [total_reward(of_group, self.weights()) for of_group in rewards]
         equal = [bool(np.ptp(of_group) == 0) for of_group in totals]
-        return [*map(Group, groups, rewards, equal)], failures
+        return [*map(AnswerGroup, groups, rewards, equal)], failures
 
-    def _everywhere(self, tasks: Sequence[Task], sampled: str) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    def _everywhere(self, tasks: Sequence[RewardTask], sampled: str) -> tuple[np.ndarray, list[dict[str, Any]]]:
         """The reward of each task, and what is known about those that failed. sampled: a digest of the answers."""
         peers, problem, values, failures = self._peers, "", list[float](), list[Any]()
         share = range(peers.index, len(tasks), peers.count)
@@ -146,5 +148,5 @@ class Judge:
         """Write the first failures of rewards to a file."""
         before = self._path.read_text(encoding="utf-8").count("\n") if self._path.exists() else 0
         if failures and before < MOST_FAILURES and self._path.parent.is_dir():
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(open_regular(self._path, append=True), "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(failure) + "\n" for failure in failures[: MOST_FAILURES - before])

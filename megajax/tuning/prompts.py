@@ -11,12 +11,12 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.config.read_limits import json_fault, utf8_text
+from megajax.data.chat.choose_template import template_of
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
-from megajax.inference.prompts import Prompt, demand_messages, encode
+from megajax.inference.prompt_and_answer_files import Prompt, demand_messages, encode
 from megajax.storage.local_copies import local_file
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
 from megajax.tuning import digit_sums
 from megajax.tuning.config import DigitSumsConfig, RolloutsConfig
@@ -63,7 +63,7 @@ class PromptSource:
         epoch, place = divmod(number, len(self.lines))
         return self.lines[self._order(epoch)[place]]
 
-    def batches(self, parts: Any, consumed: int, progress: Callable[[], None]) -> Any:
+    def batches(self, parts: Any, consumed: int, progress: Callable[[], None]) -> Rollouts:
         """The batches of the run of these parts after `consumed` rows. progress: called now and then in a rollout.
 
         Raises UserError for settings that do not fit the model, and for reward functions that can't be loaded.
@@ -80,7 +80,7 @@ def build_splits(cfg: RolloutsConfig, *, tokenizer: Tokenizer, schema: Schema, r
 def build_digit_sums(cfg: DigitSumsConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """`build_splits` of digit sums. Raises UserError for a tokenizer that needs more tokens than a prompt may have."""
     del schema
-    encoder = _Encoder(cfg, tokenizer)
+    encoder = _PromptEncoder(cfg, tokenizer)
     lines = [encoder(row, "digit sums") for row in digit_sums.lines()]
     return Splits(PromptSource(cfg, lines, rows.train, seed), None, None)
 
@@ -96,7 +96,7 @@ def model_files(source: str) -> list[str]:
 
 def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:
     """The prompts of all files. Raises UserError that names the line."""
-    lines, encoder = list[PromptLine](), _Encoder(cfg, tokenizer)
+    lines, encoder = list[PromptLine](), _PromptEncoder(cfg, tokenizer)
     for path in cfg.paths:
         try:
             texts = utf8_text(local_file(path).read_bytes(), f"data.paths={path}").split("\n")
@@ -111,7 +111,7 @@ def read_lines(cfg: RolloutsConfig, tokenizer: Tokenizer) -> list[PromptLine]:
     return lines
 
 
-def _line(encoder: "_Encoder", text: str, where: str) -> PromptLine:
+def _line(encoder: "_PromptEncoder", text: str, where: str) -> PromptLine:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -119,12 +119,12 @@ def _line(encoder: "_Encoder", text: str, where: str) -> PromptLine:
     return encoder(row, where)
 
 
-class _Encoder:
+class _PromptEncoder:
     """Makes prompts of the objects of lines."""
 
     def __init__(self, cfg: RolloutsConfig, tokenizer: Tokenizer):
         self._cfg, self._tokenizer = cfg, tokenizer
-        self._conversation = cache(lambda: Conversation(ChatTemplate(cfg.template), tokenizer))
+        self._conversation = cache(lambda: Conversation(template_of(cfg), tokenizer))
 
     def __call__(self, row: Any, where: str) -> PromptLine:
         """The prompt of a line. Raises UserError, which begins with `where`."""

@@ -5,32 +5,39 @@ import json
 import math
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import megajax
 from megajax.config.errors import UserError
+from megajax.tuning.reward_worker import END
 
 LOAD_SECONDS = 120.0
 """Limit of the time in which a process loads the functions."""
-QUEUED, QUEUED_BYTES = 8, 2**14
-"""Tasks that a process has at a time, and their bytes without the last one: its pipe holds 64 KiB."""
+END_SECONDS = 5.0
+"""Limit of the time in which a process ends what its functions have started."""
+LINE_BYTES = 2**20
+"""Limit of the bytes of a result."""
+DISTURBED = "wrote something else among the results of its process"
+QUEUED = 8
+"""Tasks that a process has at a time."""
 CHECK_SECONDS = 0.2
 """Time between looks at the limits."""
 
 
-class Task(NamedTuple):
+class RewardTask(NamedTuple):
     """An answer to judge."""
 
     function: int
     answer: str
-    row: Any
+    row: Mapping[str, Any]
 
 
 class Failure(NamedTuple):
@@ -47,20 +54,20 @@ class RewardWorkers:
 
     def __init__(self, functions: Sequence[str], *, workers: int, seconds: float):
         """Raises UserError for functions that can't be loaded."""
-        self._command = [sys.executable, "-m", "megajax.tuning.reward_worker", str(seconds), *functions]
+        self._command = [sys.executable, "-m", "megajax.tuning.reward_worker", *functions]
         self._closed = False
-        self._seconds, self._workers = seconds, [Worker(self._command) for _ in range(workers)]
+        self._seconds, self._workers = seconds, [RewardProcess(self._command) for _ in range(workers)]
         for worker in self._workers:
             if problem := worker.problem():
                 self.close()
                 raise UserError(f"data.rewards: {problem}")
 
-    def __call__(self, tasks: Sequence[Task]) -> tuple[list[float], list[Failure]]:
+    def __call__(self, tasks: Sequence[RewardTask]) -> tuple[list[float], list[Failure]]:
         """The reward of each task, 0 where it failed. Another thread may `close` meanwhile."""
         values, failures, waiting = [0.0] * len(tasks), list[Failure](), deque(range(len(tasks)))
         while not self._closed and (waiting or any(worker.queued for worker in self._workers)):
             for _, worker in product(range(QUEUED), self._workers):
-                if waiting and worker.takes_more:
+                if waiting and len(worker.queued) < QUEUED:
                     worker.ask(waiting[0], tasks[waiting[0]])
                     waiting.popleft()
             for worker in [*ready(worker for worker in self._workers if worker.queued)]:
@@ -71,28 +78,32 @@ class RewardWorkers:
                     self._restart(worker, waiting)
             for worker in [*self._workers]:
                 if worker.queued and time.monotonic() > worker.since + self._seconds:
-                    number, _ = worker.queued.popleft()
+                    number = worker.queued.popleft()
                     failures.append(Failure(number, "took too long", f"longer than {self._seconds:g} s"))
                     self._restart(worker, waiting)
         return values, sorted(failures)
 
-    def _restart(self, worker: "Worker", waiting: deque[int]) -> None:
+    def _restart(self, worker: "RewardProcess", waiting: deque[int]) -> None:
         """Replace a process, whose other tasks wait again. Raises UserError if functions can no longer be loaded."""
-        waiting.extendleft(number for number, _ in reversed(worker.queued))
+        waiting.extendleft(reversed(worker.queued))
         worker.close()
-        new = self._workers[self._workers.index(worker)] = Worker(self._command)
-        if problem := new.problem():
+        if self._closed:
+            return
+        new = self._workers[self._workers.index(worker)] = RewardProcess(self._command)
+        if (problem := new.problem()) and not self._closed:
             raise UserError(f"data.rewards: {problem}")
 
     def close(self) -> None:
         """End the processes."""
         self._closed = True
         for worker in self._workers:
+            worker.stop()
+        for worker in self._workers:
             worker.close()
 
 
-class Worker:
-    """A process."""
+class RewardProcess:
+    """A process, which ends what its functions have started when it or this process ends."""
 
     def __init__(self, command: Sequence[str]):
         root = str(Path(megajax.__file__).parents[1])
@@ -102,83 +113,110 @@ class Worker:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
         )
-        self.ended, self._rest = False, b""
-        self.queued = deque[tuple[int, int]]()
-        """Numbers and bytes of the tasks without a result. They are queued here, because a round trip for each would
-        take longer than most functions."""
+        self.input, self.output = cast(tuple[Any, Any], (self._process.stdin, self._process.stdout))
+        os.set_blocking(self.input.fileno(), False)
+        self.ended, self._rest, self.unsent = False, b"", b""
+        self.queued, self._task_count = deque[int](), 0
+        """Numbers of the tasks without a result. They are queued here, because a round trip for each would take longer
+        than most functions."""
         self.since = 0.0
         """When the first of them began."""
-
-    @property
-    def takes_more(self) -> bool:
-        """Whether `ask` cannot block: the pipe has room, or the process waits for a task."""
-        return len(self.queued) < QUEUED and sum(size for _, size in self.queued) < QUEUED_BYTES
-
-    def fileno(self) -> int:
-        """Readable when a result is there."""
-        return self._pipes[1].fileno()
-
-    @property
-    def _pipes(self) -> tuple[Any, Any]:
-        return cast(tuple[Any, Any], (self._process.stdin, self._process.stdout))
 
     def problem(self) -> str:
         """Why the functions can't be loaded; "" if they are. Waits."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self, selectors.EVENT_READ)
+            selector.register(self.output, selectors.EVENT_READ)
             if not selector.select(LOAD_SECONDS):
-                self.close()
                 return f"loading the functions takes more than {LOAD_SECONDS:g} s"
-        answers = self._answers()
-        return answers[0]["problem"] if answers else "the process that loads the functions ended"
+        answer = next(self._answers(), {"problem": "the process that loads the functions ended"})
+        return str(answer.get("problem", f"a module of the functions {DISTURBED}"))
 
-    def ask(self, number: int, task: Task) -> None:
+    def ask(self, number: int, task: RewardTask) -> None:
         """Queue a task."""
-        line = json.dumps(task._asdict()).encode() + b"\n"
         self.since = self.since if self.queued else time.monotonic()
-        self.queued.append((number, len(line)))
-        with contextlib.suppress(BrokenPipeError):  # `result` will tell
-            self._pipes[0].write(line)
-            self._pipes[0].flush()
+        # Counted over the life of the process: a late result is never taken for another one.
+        self.unsent += json.dumps({"number": self._task_count, **task._asdict()}).encode() + b"\n"
+        self._task_count += 1
+        self.queued.append(number)
+        self.send()
+
+    def send(self) -> None:
+        """Write as much as the pipe has room for."""
+        try:
+            self.unsent = self.unsent[os.write(self.input.fileno(), self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.unsent = b""  # the process has ended; `results` will tell
 
     def results(self) -> Iterator[tuple[int, float, Failure | None]]:
-        """(number, reward, why it is 0) of the tasks that have a result. Call it when there is one."""
+        """(number, reward, why it is 0) of the tasks that have a result. Call it when there is one.
+
+        At the end of the results, or after something else among them, `ended` is set.
+        """
+        disturbed = False
         for answer in self._answers():
-            number, _ = self.queued.popleft()
-            self.since, value = time.monotonic(), float(answer.get("value", 0.0))
-            if (detail := answer.get("failure")) is not None:
-                yield number, 0.0, Failure(number, "raised an error", detail)
+            value, detail = answer.get("value", 0.0), answer.get("failure")
+            expected = self._task_count - len(self.queued)
+            if disturbed := not self.queued or answer.get("number") != expected or not isinstance(value, float):
+                break
+            number, self.since = self.queued.popleft(), time.monotonic()
+            if detail is not None:
+                yield number, 0.0, Failure(number, "raised an error", str(detail))
             elif not math.isfinite(value):
                 yield number, 0.0, Failure(number, "returned no finite number", str(value))
             else:
                 yield number, value, None
-        if self.ended:
-            number, _ = self.queued.popleft()
-            yield number, 0.0, Failure(number, "ended its process", f"exit code {self._process.wait()}")
+        disturbed |= len(self._rest) > LINE_BYTES
+        self.ended |= disturbed
+        if self.ended and self.queued:
+            number, code = self.queued.popleft(), self.close()
+            reason, detail = "ended its process", f"exit code {code}"
+            if disturbed:
+                reason, detail = DISTURBED, "the process is replaced"
+            yield number, 0.0, Failure(number, reason, detail)
 
-    def _answers(self) -> list[dict[str, Any]]:
-        """The lines that are there. At the end of the output, `ended` is set."""
-        received = os.read(self.fileno(), 2**16)
+    def _answers(self) -> Iterator[dict[str, Any]]:
+        """The lines that are there; {} for something else. At the end of the output, `ended` is set."""
+        received = os.read(self.output.fileno(), 2**16)
         self.ended = not received
         *lines, self._rest = (self._rest + received).split(b"\n")
-        return [json.loads(line) for line in lines]
+        for line in lines:
+            try:
+                yield dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError):
+                yield {}
 
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+    def stop(self) -> None:
+        """Ask for the end."""
+        self._process.send_signal(END)
+
+    def close(self) -> int:
+        """End the process, and what its functions have started -> exit code."""
+        if self._process.returncode is None:
+            self.stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        for pipe in (self.input, self.output):
+            pipe.close()
+        return self._process.wait()
 
 
-def ready(workers: Any) -> Iterator[Worker]:
+def ready(workers: Iterable[RewardProcess]) -> Iterator[RewardProcess]:
     """The workers with a result, after a wait of at most CHECK_SECONDS for the first of them."""
     with selectors.DefaultSelector() as selector:
         for worker in workers:
-            selector.register(worker, selectors.EVENT_READ)
-        for key, _ in selector.select(CHECK_SECONDS):
-            yield cast(Worker, key.fileobj)
+            selector.register(worker.output, selectors.EVENT_READ, worker)
+            if worker.unsent:
+                selector.register(worker.input, selectors.EVENT_WRITE, worker)
+        for key, events in selector.select(CHECK_SECONDS):
+            if events & selectors.EVENT_WRITE:
+                key.data.send()
+            else:
+                yield key.data

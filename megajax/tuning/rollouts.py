@@ -30,15 +30,17 @@ from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
 from megajax.kernels.attention.tiles import TILE
 from megajax.mesh.named_shardings import replicated, unsharded_rows
-from megajax.mesh.processes.peers import Peers
 from megajax.models.answers.advantages import group_advantages, total_reward
+from megajax.models.protocol import ModelConfig
+from megajax.processes.peers import Peers
 from megajax.tokenizers.base import end_tokens_of
 from megajax.training.check_compiler_options import inference_options
 from megajax.training.program import Program
-from megajax.training.scoring import placed_rows
-from megajax.tuning.comparison import Comparison, Reference, layer_rows
-from megajax.tuning.judging import UNFINISHED, Background, Group, Judge
-from megajax.tuning.rows import Answer, Block, packed, rows_of, unpacked
+from megajax.training.scorer import placed_rows
+from megajax.tuning.comparison import Comparison, StartingWeights, layer_rows
+from megajax.tuning.config import RolloutsConfig
+from megajax.tuning.judging import UNFINISHED, AnswerGroup, Judge, OrderedThread
+from megajax.tuning.rollout_rows import SampledAnswer, ScoredRows, packed, rows_of, unpacked
 
 MOST_TOKENS = 16384
 """Limit of the tokens that a device scores at a time, unless a single row has more."""
@@ -61,14 +63,14 @@ class RewardModel:
         self._loaded, self._shape = loaded, (shards * rows, sequences, slot)
         self._sharding = loaded.sharding("batch", None, None)
 
-        def scores(weights: Any, tokens: Array, segments: Array) -> Array:
+        def scores(weights: Params, tokens: Array, segments: Array) -> Array:
             # A model of single sequences reads [B, S].
             leaves = (x if sequences > 1 else x[:, 0] for x in (tokens, segments))
             return loaded.bound(weights)(next(leaves), segment_ids=next(leaves)).reshape(-1)
 
         self._scores = jax.jit(scores, out_shardings=replicated(loaded.mesh), compiler_options=dict(loaded.options))
 
-    def __call__(self, answers: Sequence[Answer]) -> list[float]:
+    def __call__(self, answers: Sequence[SampledAnswer]) -> list[float]:
         """The score of each answer after its prompt."""
         rows, sequences, slot = self._shape
         size, results = rows * sequences, list[float]()
@@ -119,7 +121,7 @@ EQUAL = "groups with equal rewards"
 class Rollout(NamedTuple):
     """Answers with their advantages, before the trainer has scored them."""
 
-    block: Block
+    block: ScoredRows
     metrics: dict[str, float]
     counts: dict[str, int]
     """Reason -> number, of what it left out."""
@@ -136,7 +138,7 @@ class Rollout(NamedTuple):
         return cls(unpacked(values["block"]), values["metrics"], values["counts"], values["prompts"])
 
 
-class Sizes(NamedTuple):
+class RolloutSizes(NamedTuple):
     """Sizes of a rollout."""
 
     slot: int
@@ -147,7 +149,7 @@ class Sizes(NamedTuple):
     steps: int
 
     @classmethod
-    def of(cls, parts: Any) -> "Sizes":
+    def of(cls, parts: Any) -> "RolloutSizes":
         """Raises UserError for settings that do not fit each other."""
         cfg, data, length = parts.cfg, parts.cfg.data, parts.cfg.model.row_positions()
         slot, batch, answers = data.prompt_tokens + data.max_tokens, cfg.batch.global_size, data.prompts * data.answers
@@ -165,8 +167,8 @@ class Sizes(NamedTuple):
                 f"data.inference.equal_to_training=true: rows hold several answers of data.prompt_tokens + "
                 f"data.max_tokens = {slot} tokens, and equal sums need a multiple of {TILE}: change one of the two"
             )
-        drawing = {"top_p": 1, "top_k": 0, "min_p": 0}
-        changed = [f"data.{name}={getattr(data, name)}" for name in drawing if getattr(data, name) != drawing[name]]
+        drawing = ("top_p", data.top_p, 1), ("top_k", data.top_k, 0), ("min_p", data.min_p, 0)
+        changed = [f"data.{name}={value}" for name, value, unfiltered in drawing if value != unfiltered]
         if (temperature := cfg.model.objective.temperature) != 1:
             changed.append(f"model.objective.temperature={temperature}")
         if data.inference.equal_to_training and changed:
@@ -186,7 +188,7 @@ class Sizes(NamedTuple):
         return cls(slot, rows, batch, rows * data.passes // batch)
 
 
-def demand_engine(model: Any, mesh: Mesh, data: Any) -> None:
+def demand_engine(model: ModelConfig, mesh: Mesh, data: RolloutsConfig) -> None:
     """Raises UserError for a model or a layout that the engine of rollouts does not have."""
     parallel = engine_layout(mesh)[0] if data.parallel is None else data.parallel.layout()
     if (why := model_refusal(model, parallel.tensor)) is not None:
@@ -210,13 +212,13 @@ class Rollouts:
         """source: a `PromptSource`. Raises UserError; see `PromptSource.batches`."""
         demand_engine(parts.cfg.model, parts.program.mesh, source.cfg)
         self._ordered = OrderedLayers(parts.program)
-        self.sizes, self.consumed, self.cfg = Sizes.of(parts), consumed, source.cfg
+        self.sizes, self.consumed, self.cfg = RolloutSizes.of(parts), consumed, source.cfg
         self._source, self._parts, self._progress = source, parts, progress
         self._comparison = Comparison(parts, self.cfg)
-        self._reference = Reference(parts) if "reference" in parts.program.schema else None
+        self._reference = StartingWeights(parts) if "reference" in parts.program.schema else None
         self._model = self._reward_model()
         self._judge = Judge(self.cfg, Path(parts.cfg.run_dir).expanduser(), Peers())
-        self._background = Background()
+        self._background = OrderedThread()
         self._engine: Engine | None = None
         self._run: Any = None
         self._block, self._first = dict[str, np.ndarray](), consumed
@@ -245,7 +247,7 @@ class Rollouts:
         self._run = run
 
     def keep_reference(self, folder: Path, expected: str | None) -> Any:
-        """Store or read the weights of the reference model; see `Reference.keep`. None: the loss reads none."""
+        """Store or read the weights of the reference model; see `StartingWeights.keep`. None: the loss reads none."""
         return None if self._reference is None else self._reference.keep(self._run.state.inputs, folder, expected)
 
     def imbalance(self) -> None:
@@ -327,9 +329,9 @@ class Rollouts:
             self._progress()
         return work.result()
 
-    def _judged_rollout(self, weights: Any, prompts: int) -> Rollout:
+    def _judged_rollout(self, weights: Params, prompts: int) -> Rollout:
         """A rollout after this number of prompts, with rewards."""
-        groups, failures, seconds = list[Group](), Counter[str](), 0.0
+        groups, failures, seconds = list[AnswerGroup](), Counter[str](), 0.0
         self._wake(weights)
         for _ in range(1 + self.cfg.more_rollouts):
             missing = self.cfg.prompts - sum(not group.equal for group in groups)
@@ -341,7 +343,9 @@ class Rollouts:
         self._sleep()
         return self._rollout(groups, failures, prompts=prompts, seconds=seconds)
 
-    def _rollout(self, groups: Sequence[Group], failures: Counter[str], *, prompts: int, seconds: float) -> Rollout:
+    def _rollout(
+        self, groups: Sequence[AnswerGroup], failures: Counter[str], *, prompts: int, seconds: float
+    ) -> Rollout:
         answers = self._with_advantages(self._chosen(groups))
         length = self._parts.cfg.model.row_positions()
         block = rows_of(answers, slot=self.sizes.slot, length=length, experts=self._experts)
@@ -351,7 +355,7 @@ class Rollouts:
         counts = failures + Counter({EQUAL: sum(group.equal for group in groups)})
         return Rollout(block, metrics, dict(counts), prompts)
 
-    def _wake(self, weights: Any) -> None:
+    def _wake(self, weights: Params) -> None:
         """The engine, with these weights."""
         parts, inference, length, layout = self._parts, self.cfg.inference, self.sizes.slot, self.cfg.parallel
         weights = self._ordered(weights)
@@ -378,7 +382,7 @@ class Rollouts:
         if self._engine is not None:
             self._engine.sleep(level=2, running="abort")
 
-    def _sampled(self, numbers: Sequence[int]) -> tuple[list[Any], list[list[Answer]], float]:
+    def _sampled(self, numbers: Sequence[int]) -> tuple[list[Any], list[list[SampledAnswer]], float]:
         """The prompts with these numbers, answers to each, and the seconds that they took."""
         lines, cfg, source = [self._source.line(number) for number in numbers], self.cfg, self._source
         assert self._engine is not None
@@ -390,38 +394,36 @@ class Rollouts:
         ]
         replays = self._experts is not None
         outputs = complete(self._engine, requests, show=lambda output: self._progress(), experts=replays)
-        answers = [[Answer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)]
+        answers = [
+            [SampledAnswer.of(line.tokens, out) for out in outs] for line, outs in zip(lines, outputs, strict=True)
+        ]
         if self._model is not None:
             scores = iter(self._model([answer for group in answers for answer in group]))
             answers = [[answer._replace(score=next(scores)) for answer in group] for group in answers]
         return lines, answers, time.monotonic() - started
 
-    def _chosen(self, groups: Sequence[Group]) -> list[Group]:
+    def _chosen(self, groups: Sequence[AnswerGroup]) -> list[AnswerGroup]:
         """The groups of the rows. With dynamic sampling those with equal rewards only fill up, and do not count."""
         if not self.cfg.more_rollouts:
             return [*groups]
         chosen = sorted(groups, key=lambda group: group.equal)[: self.cfg.prompts]
         return [
-            group._replace(
-                answers=[answer._replace(counts=answer.counts and not group.equal) for answer in group.answers]
-            )
+            group._replace(answers=[a._replace(counts=a.counts and not group.equal) for a in group.answers])
             for group in chosen
         ]
 
-    def _with_advantages(self, groups: Sequence[Group]) -> list[Answer]:
+    def _with_advantages(self, groups: Sequence[AnswerGroup]) -> list[SampledAnswer]:
         rewards, cfg = np.concatenate([group.rewards for group in groups]), self.cfg
         arguments = {"scale": cfg.scale, "aggregation": cfg.aggregation}
         advantages = group_advantages(rewards, self._judge.weights(), cfg.answers, **arguments)
-        answers = [answer for group in groups for answer in group.answers]
+        answers, masked = [answer for group in groups for answer in group.answers], cfg.cut_answers == "mask"
         return [
-            answer._replace(
-                advantage=float(advantage), counts=answer.counts and not (answer.cut and cfg.cut_answers == "mask")
-            )
+            answer._replace(advantage=float(advantage), counts=answer.counts and not (answer.cut and masked))
             for answer, advantage in zip(answers, advantages, strict=True)
         ]
 
     def _metrics_of(
-        self, groups: Sequence[Group], answers: Sequence[Answer], failures: Mapping[str, int]
+        self, groups: Sequence[AnswerGroup], answers: Sequence[SampledAnswer], failures: Mapping[str, int]
     ) -> dict[str, float]:
         """Means over all answers of the rollout."""
         rewards = np.concatenate([group.rewards for group in groups])

@@ -27,7 +27,7 @@ BY_JAX = {"filelock"}
 WITH_JAX = {"jaxlib"}
 """Packages that JAX brings along in a version of its own."""
 PRIVATE = {
-    "megajax/mesh/processes/peers.py": ("jax._src.distributed", "global_state"),
+    "megajax/processes/peers.py": ("jax._src.distributed", "global_state"),
     "megajax/faults/peer_status.py": ("jax._src.distributed", "global_state"),
     "megajax/kernels/attention/attention.py": ("jax._src.lib", "cuda_versions"),
 }
@@ -78,7 +78,7 @@ def test_private_names_of_jax_exist(module: str, name: str) -> None:
 
 def test_the_key_value_store_has_the_methods_that_are_used() -> None:
     client = pytest.importorskip("jaxlib._jax", reason="jaxlib has moved its private module").DistributedRuntimeClient
-    files = ("megajax/mesh/processes/peers.py", "megajax/faults/peer_status.py")
+    files = ("megajax/processes/peers.py", "megajax/faults/peer_status.py")
     text = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
     methods = set(re.findall(r"self\._client\.(\w+)\(", text))
     assert methods

@@ -18,9 +18,11 @@ JOINT = "## What processes decide together"
 """Where the table begins."""
 EXCHANGES = frozenset({"agree", "gather", "broadcast", "check", "on_all", "barrier"})
 """Of `Peers` and `StepBoundary`."""
-COLLECTIVES = frozenset(
-    {"process_allgather", "broadcast_one_to_all", "sync_global_devices", "wait_at_barrier", "blocking_key_value_get"}
-)
+COLLECTIVES = frozenset({
+    "process_allgather", "broadcast_one_to_all", "sync_global_devices", "wait_at_barrier", "blocking_key_value_get",
+    "open_stored",
+})  # fmt: skip
+"""Also a function that looks up by name what it calls: the reader of runs asks process 0 which step it is."""
 SINGLE = ("megajax.tools.", "megajax.interop.conversion")
 """Programs with a single process."""
 

@@ -1,6 +1,7 @@
 """Names of the package are nouns and verbs that say what is bound; see docs/architecture.md."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -54,3 +55,21 @@ def test_names_say_what_they_bind() -> None:
 )
 def test_each_kind_of_binding_is_checked(source: str) -> None:
     assert len(vague_names(ast.walk(ast.parse(source)))) == 1
+
+
+ALIKE = {
+    "CodeProducts": "the protocol that precision asks for, and the kernels that fulfil it",
+    "KnownFault": "of kernels, which are then not chosen, and of packages",
+    "Run": "that of notebooks also generates text",
+}
+"""Names of two classes, and why they are alike."""
+
+
+def test_a_name_means_one_class() -> None:
+    files = defaultdict[str, list[str]](list)
+    for module in modules().values():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(module.file)
+    twice = {name: places for name, places in files.items() if len(places) > 1 and name not in ALIKE}
+    assert not twice, "say in the name of one what it is"

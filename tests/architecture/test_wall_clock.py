@@ -12,22 +12,22 @@ LAST = {name.rpartition(".")[2] for name in WALL}
 
 ALLOWED = {
     "megajax.metrics.event_log": "the time of an event, beside the monotonic clock",
-    "megajax.metrics.telemetry": "when the span of an event ends, as collectors want it",
-    "megajax.job.start.preflight": "compares the clocks of machines",
+    "megajax.metrics.prometheus_and_opentelemetry": "when the span of an event ends, as collectors want it",
+    "megajax.machine.before_run": "compares the clocks of machines",
     "megajax.metrics.console": "the time of day of a line, and when the run will be done",
     "megajax.faults.beats": "the time of a beat: the launcher only looks whether it changes",
-    "megajax.job.faults.hang": "the same",
+    "megajax.faults.pulse": "the same",
     "megajax.faults.signals": "the time of a request to stop, to be shown",
-    "megajax.job.faults.stop": "the same",
+    "megajax.faults.stopping": "the same",
     "megajax.launcher.attempt": "which files of stacks are new, by the clock of the file system",
     "megajax.job.start.compile_cache": "which programs have not been used for weeks, by the clock of the file system",
     "megajax.reporting.write_report": "when a page was written",
-    "megajax.reporting.machine_checks.examine": "when a machine was examined",
-    "megajax.tasks.command": "when a task was measured",
+    "megajax.machine.examine": "when a machine was examined",
+    "megajax.tasks.evaluate_command": "when a task was measured",
     "megajax.tokenizers.chat_template": "the date that templates ask for",
-    "megajax.checkpoint.writers": "the commit time that `inspect` shows",
-    "megajax.inference.server.openai": "`created` in answers",
-    "megajax.inference.server.models": "the same",
+    "megajax.checkpoint.checkpoint_writers": "the commit time that `inspect` shows",
+    "megajax.server.openai": "`created` in answers",
+    "megajax.server.models": "the same",
 }
 """Module -> what it uses the wall clock for."""
 

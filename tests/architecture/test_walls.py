@@ -18,11 +18,7 @@ FUNCTION_CONDITIONS = 10
 """`if` statements and conditional expressions."""
 FOLDER_FILES = 20
 TOO_MANY_CONDITIONS = {
-    "megajax/command_line/parser.py parse",
-    "megajax/command_line/parser.py _help",
-    "megajax/job/setup.py set_up_job",
     "megajax/job/start/model_files.py write",
-    "megajax/job/start/weights.py weights",
     "megajax/layers/attention/core.py __call__",
 }
 """Functions that still have more; the list may only shrink."""
@@ -124,7 +120,7 @@ def test_settings_have_descriptions() -> None:
     silent = []
     for module in (module for name, module in modules().items() if name.endswith((".config", ".run_config"))):
         for cls in (node for node in module.tree.body if isinstance(node, ast.ClassDef)):
-            if "__slots__ = ()" in map(ast.unparse, cls.body):
+            if not any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list):
                 continue  # A mixin: its fields are those of the subclass, which describes them.
             for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
                 if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):

@@ -14,8 +14,8 @@ from benchmarks.training.train_speed import Bench, compiled_step, synthetic_batc
 from megajax.config import load
 from megajax.job.device_memory import peak_memory
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla_options import DETERMINISTIC, FP8, FSDP, GPU, Option
 from megajax.optim.moments import HOST
+from megajax.processes.xla_options import DETERMINISTIC, FP8, FSDP, GPU, Option
 from megajax.training.check_compiler_options import refusal
 from megajax.training.program import Program, demand_kernels
 from megajax.training.state import own_buffers

@@ -15,7 +15,7 @@ from benchmarks.outcome import ROOT
 from benchmarks.planning import accuracy as planner_accuracy
 from benchmarks.planning import compiled_peaks, shipped
 from benchmarks.planning.compiled_peaks import CONFIGS, FIGURES, PAGES, PLANS, differences, stored_figures, with_table
-from megajax.compiled.gpus import GPUS, read_device
+from megajax.planning.compiled.devices import GPUS, read_device
 from megajax.planning.ranking import SIMPLER
 
 

@@ -11,8 +11,8 @@ from benchmarks.planning import held_out, published
 from benchmarks.planning.accuracy import RUNS
 from benchmarks.planning.held_out import Group
 from benchmarks.planning.systems import MEGATRON, MEGATRON_R08, PYTORCH_FSDP, UNTUNED
-from megajax.compiled.gpus import GPUS
 from megajax.mesh.config import SIZED_AXES
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.estimate import RANGES, ErrorRange, estimate, range_of
 
 pytestmark = pytest.mark.smoke

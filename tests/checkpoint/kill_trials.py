@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import manifest
 from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.storage import disk
@@ -36,7 +36,7 @@ def state_of(step: int) -> dict:
 
 def fail_now_and_then(draw: random.Random) -> None:
     """A full disk at a stage of about every third save."""
-    stages = {"hash_files": integrity, "write_manifest": integrity, "write_durably": disk, "flush_to_disk": disk}
+    stages = {"hash_files": manifest, "write_manifest": manifest, "write_durably": disk, "flush_to_disk": disk}
     for name, module in stages.items():
         original = getattr(module, name)
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from local_sets import damage
 
-from megajax.checkpoint import integrity, zarr_reader
+from megajax.checkpoint import manifest, zarr_reader
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.tools import inspect as tool
@@ -205,7 +205,7 @@ def test_unreadable_metadata_of_the_right_size_and_even_checksum(run, name):
     (step / name).write_bytes(b"x" * size)
     with pytest.raises(UserError, match=f"step 2 in .* ({name}|can't be read)"):
         tool.main([str(run)])
-    integrity.write_manifest(step, integrity.read_manifest(step) | integrity.hash_files(step, [name]))
+    manifest.write_manifest(step, manifest.read_manifest(step) | manifest.hash_files(step, [name]))
     with pytest.raises(UserError, match=r"step 2 in .*can't be read") as caught:
         tool.main([str(run)])
     assert len(str(caught.value)) < 600

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from local_sets import damage
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import manifest
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.inspection import DAMAGED, survey
-from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.manifest import Damaged
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
 from megajax.storage import disk
@@ -60,7 +60,7 @@ def test_damage_of_any_file_falls_back_to_the_previous_step(folder, capfd, harm)
             assert meta == {"step": 1} and int(state["step"]) == 1
         output = capfd.readouterr().err
         assert "checkpoint step 2" in output and name.rsplit("/", 1)[-1] in output
-        if name == integrity.MANIFEST:
+        if name == manifest.MANIFEST:
             assert ("was never committed" if harm is delete else "can't be read") in output
         (folder / "00000002.damaged").rename(newest)
         if harm is replace_by_a_folder:
@@ -148,25 +148,25 @@ def test_a_step_that_was_copied_to_another_number_is_set_aside(folder, capfd):
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/../../b", "", "a//b", "."])
 def test_a_manifest_that_names_files_outside_its_step_is_refused(tmp_path, name):
-    integrity.write_manifest(tmp_path, {name: {"bytes": 1, "sha256": ""}})
+    manifest.write_manifest(tmp_path, {name: {"bytes": 1, "sha256": ""}})
     with pytest.raises(Damaged, match="outside the step"):
-        integrity.read_manifest(tmp_path)
+        manifest.read_manifest(tmp_path)
 
 
 def test_an_altered_manifest_is_refused(folder):
-    path = folder / "00000002" / integrity.MANIFEST
+    path = folder / "00000002" / manifest.MANIFEST
     document = json.loads(path.read_text())
     document["files"].pop("arrays/state/_METADATA")
     path.write_text(json.dumps(document))
     with pytest.raises(Damaged, match="altered"):
-        integrity.read_manifest(folder / "00000002")
+        manifest.read_manifest(folder / "00000002")
     document["files"] = {"a": 3}
-    path.write_text(json.dumps(document | {"seal": integrity.seal({"a": 3})}))
+    path.write_text(json.dumps(document | {"seal": manifest.seal({"a": 3})}))
     with pytest.raises(Damaged, match="a size and a hash for each file"):
-        integrity.read_manifest(folder / "00000002")
+        manifest.read_manifest(folder / "00000002")
 
 
 def test_a_pipe_in_a_step_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Damaged, match="pipe: not a file"):
-        integrity.verify(tmp_path, {"pipe": {"bytes": 0, "sha256": ""}})
+        manifest.verify(tmp_path, {"pipe": {"bytes": 0, "sha256": ""}})

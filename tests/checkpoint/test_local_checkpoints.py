@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from local_sets import damage, like, sets, small
+from local_sets import damage, like, pack_of, sets, small
 from test_restore import bits, mesh_of, state_on
 
 from megajax.checkpoint.config import LocalConfig
+from megajax.checkpoint.local.local_checkpoints import LocalCheckpoints
 from megajax.checkpoint.local.machine_folder import RunHistory
-from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.shard_files import SetWriter
+from megajax.checkpoint.local.shard_set import SetWriter
 from megajax.checkpoint.reader import DamagedStep
 from megajax.config.errors import UserError
 from megajax.storage import disk
@@ -92,7 +92,7 @@ def test_donating_the_state_after_a_save_does_not_change_the_saved_values(tmp_pa
             for _ in range(5):
                 state = change(state)
     for path in sets(tmp_path):
-        values = np.frombuffer((path / "own.bin").read_bytes(), np.float32)
+        values = np.frombuffer((path / pack_of(0)).read_bytes(), np.float32)
         assert set(values) == {6 * int(path.name) - 5}
     assert [int(path.name) for path in sets(tmp_path)] == [1, 2, 3]
 
@@ -115,7 +115,9 @@ def test_the_newest_sets_are_kept(tmp_path):
     assert newest(tmp_path) == (4, [], 4.0)
 
 
-@pytest.mark.parametrize(("file", "every"), [("own.bin", 5), ("set.json", 61)])
+@pytest.mark.parametrize(
+    ("file", "every"), [(pack_of(0), 5), ("manifest.json", 61), ("meta.json", 29), ("arrays/process_0/index.json", 61)]
+)
 def test_a_flipped_bit_anywhere_is_found(tmp_path, capfd, file, every):
     """A set whose description can't be read is no set; one whose shards differ is a skipped step. Both are removed."""
     saved(tmp_path, 1, 2)
@@ -123,7 +125,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, capfd, file, every):
     content = (sets(tmp_path)[-1] / file).read_bytes()
     for at in range(0, len(content), every):
         (sets(tmp_path)[-1] / file).write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
-        assert newest(tmp_path) == (1, [2] if file == "own.bin" else [], 1.0)
+        assert newest(tmp_path) == (1, [2] if file == pack_of(0) else [], 1.0)
         assert "removed the local checkpoint" in capfd.readouterr().err
         assert [path.name for path in sets(tmp_path)] == ["00000001"]
         shutil.rmtree(tmp_path / "node")
@@ -134,8 +136,8 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, capfd, file, every):
 def test_shortened_and_missing_files_are_damage(tmp_path):
     saved(tmp_path, 1, 2)
     older, newer = sets(tmp_path)
-    (newer / "own.bin").write_bytes((newer / "own.bin").read_bytes()[:-1])
-    (older / "own.bin").unlink()
+    (newer / pack_of(0)).write_bytes((newer / pack_of(0)).read_bytes()[:-1])
+    (older / pack_of(0)).unlink()
     assert newest(tmp_path) == (None, [2, 1], None)
 
 
@@ -254,8 +256,8 @@ def test_after_a_restore_finds_damage_the_step_before_is_chosen(tmp_path):
     saved(tmp_path, 1, 2)
     with opened(tmp_path) as local:
         assert local.newest_intact() == 2
-        damage(sets(tmp_path)[1] / "own.bin")
-        with pytest.raises(DamagedStep, match=r"can't be read: process 0: w .* on process 0: own.bin: w: sha256"):
+        damage(sets(tmp_path)[1] / pack_of(0))
+        with pytest.raises(DamagedStep, match=r"can't be read: process 0: w .* on process 0: .*00000.bin: sha256"):
             local.restore(2, like(small(0)))
         assert [path.name for path in sets(tmp_path)] == ["00000001"]
         assert local.newest_intact() == 1 and [skipped.step for skipped in local.skipped] == [2]

@@ -10,28 +10,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from local_sets import damage
+from local_sets import damage, pack_of
 from peer_threads import ThreadPeers, together
 
+from megajax.checkpoint import verified_reads
 from megajax.checkpoint.config import LocalConfig
-from megajax.checkpoint.local import manager
-from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local import local_checkpoints
+from megajax.checkpoint.local.local_checkpoints import LocalCheckpoints
 from megajax.checkpoint.local.remote_shards import Members, RemoteSet
-from megajax.checkpoint.local.shard_files import (
-    OWN_FILE,
-    REPLICAS_FILE,
-    HostCopy,
-    LocalSet,
-    SetIndex,
-    SetInfo,
-    SetWriter,
-    StoredShard,
-    as_bytes,
-)
+from megajax.checkpoint.local.shard_set import LocalSet, SetInfo, SetWriter
+from megajax.checkpoint.pack_writer import copy_to_host
 from megajax.checkpoint.reader import DamagedStep
+from megajax.checkpoint.zarr_reader import StoredArrays
 
 ROWS = slice(0, 4), slice(4, 8)
 """Of each process."""
+
+
+SHARDING = jax.sharding.NamedSharding(
+    jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",)), jax.sharding.PartitionSpec("a")
+)
 
 
 def values(step: int) -> np.ndarray:
@@ -41,14 +39,17 @@ def values(step: int) -> np.ndarray:
 def write(folder: Path, step: int, process: int, *, replica: bool) -> LocalSet:
     """The set of a process: its rows, and a replica of the other process's rows."""
     writer, parts = SetWriter(folder / f"{step:08d}.saving"), [process, 1 - process][: 1 + replica]
+    descriptions, shards = copy_to_host({"w": jax.device_put(values(step), SHARDING)}, once=False)
     for part in parts:
-        box = ROWS[part], slice(0, 4)
-        content = as_bytes(values(step)[box])
-        writer.append(OWN_FILE if part == process else REPLICAS_FILE, HostCopy("w", (8, 4), "float32", box, content))
-    info = SetInfo(
-        step=step, save=f"a-{step}", process=process, attempt="a", processes=2, parts=tuple(parts), meta={"step": step}
-    )
-    return writer.rename(writer.finish(info), folder / f"{step:08d}")
+        shard = "w", (ROWS[part], slice(0, 4))
+        writer.append(part, descriptions, [(shard, shards[shard])])
+    writer.finish(
+        SetInfo(
+            step=step, save=f"a-{step}", process=process, attempt="a", processes=2, parts=tuple(parts),
+            meta={"step": step},
+        )
+    )  # fmt: skip
+    return writer.rename(folder / f"{step:08d}")
 
 
 class Outcome(NamedTuple):
@@ -67,11 +68,9 @@ class Outcome(NamedTuple):
 def restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Outcome]]:
     """restored(harm, replicas=...): two processes save steps 1 and 2, `harm` is called in each, and they restore."""
     current = threading.local()
-    monkeypatch.setattr(manager, "Peers", lambda: current.peers)
+    monkeypatch.setattr(local_checkpoints, "Peers", lambda: current.peers)
     (tmp_path / "shared").mkdir()
-    devices = np.array(jax.devices()[:2])
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("a",)), jax.sharding.PartitionSpec("a"))
-    like = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding)}
+    like = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=SHARDING)}
 
     def run(harm: Callable[[LocalCheckpoints], Any], *, replicas: bool = True) -> list[Outcome]:
         def process(peers: ThreadPeers) -> Outcome:
@@ -89,7 +88,7 @@ def restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
                     except DamagedStep:
                         continue
                     assert meta.get("step") == steps[-1]
-                    served = sorted(one.index.info.step for one in local.served.values())
+                    served = sorted(one.info.step for one in local.served.values())
                     peers.agree()  # nobody closes its server before all have read
                     return Outcome(steps, np.asarray(tree["w"]) if tree else None, reasons, served)
 
@@ -118,11 +117,12 @@ def harm_files(*damaged: tuple[int, str]) -> Callable[[LocalCheckpoints], None]:
 
 @pytest.mark.parametrize("replicas", [True, False])
 def test_each_shard_is_read_once_and_once_more_for_a_process_without_a_copy(restored, monkeypatch, replicas):
-    read, content = Counter[tuple[str, str]](), LocalSet.content
+    read, real = Counter[tuple[str, str]](), verified_reads.read_into
 
-    def counted(self: LocalSet, piece: StoredShard) -> np.ndarray:
-        read[self.path.parent.name, piece.file] += 1
-        return content(self, piece)
+    def counted(folder: Any, name: str, target: np.ndarray, start: int) -> int:
+        if name.endswith(".bin"):
+            read[folder.parent.name if isinstance(folder, Path) else "remote", name] += 1
+        return real(folder, name, target, start)
 
     connections, connect = list[str](), Members.read_from
 
@@ -130,39 +130,40 @@ def test_each_shard_is_read_once_and_once_more_for_a_process_without_a_copy(rest
         connections.append(set_id)
         return connect(self, process, set_id)
 
-    monkeypatch.setattr(LocalSet, "content", counted)
+    monkeypatch.setattr(verified_reads, "read_into", counted)
     monkeypatch.setattr(Members, "read_from", connected)
     assert [outcome.steps for outcome in restored(lambda local: None, replicas=replicas)] == [[2], [2]]
     assert sorted(connections) == ([] if replicas else ["a-2/0", "a-2/1"])
-    times = {OWN_FILE: 1, REPLICAS_FILE: 1} if replicas else {OWN_FILE: 2}
-    assert read == {(f"process_{process}", name): count for process in (0, 1) for name, count in times.items()}
+    held = {(process, part) for process in (0, 1) for part in (0, 1) if replicas or part == process}
+    local = {(f"process_{process}", pack_of(part)): 1 for process, part in held}
+    assert read == local | ({} if replicas else {("remote", pack_of(part)): 1 for part in (0, 1)})
 
 
 @pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("name", [OWN_FILE, REPLICAS_FILE])
+@pytest.mark.parametrize("name", [pack_of(0), pack_of(1)])
 def test_both_processes_use_the_intact_copy_of_a_damaged_shard(restored, capfd, process, name):
     outcomes = restored(harm_files((process, name)))
     assert [outcome.steps for outcome in outcomes] == [[2], [2]]
     assert outcomes[process].served == [1] and outcomes[1 - process].served == [1, 2]
     stderr = capfd.readouterr().err
     assert stderr.count("removed the local checkpoint") == 1
-    assert f"process_{process}/00000002, which is damaged: {name}: w: sha256" in stderr
+    assert f"process_{process}/00000002, which is damaged: {name}: sha256" in stderr
 
 
 def test_the_intact_shard_of_a_damaged_set_is_used(restored):
-    outcomes = restored(harm_files((0, OWN_FILE), (1, OWN_FILE)))
+    outcomes = restored(harm_files((0, pack_of(0)), (1, pack_of(1))))
     assert [(outcome.steps, outcome.served) for outcome in outcomes] == [([2], [1])] * 2
 
 
 @pytest.mark.parametrize(
-    ("damaged", "replicas"), [(((0, OWN_FILE), (1, REPLICAS_FILE)), True), (((1, OWN_FILE),), False)]
+    ("damaged", "replicas"), [(((0, pack_of(0)), (1, pack_of(0))), True), (((1, pack_of(1)),), False)]
 )
 def test_without_an_intact_copy_both_processes_use_the_step_before(restored, damaged, replicas):
     outcomes = restored(harm_files(*damaged), replicas=replicas)
     assert [outcome.steps for outcome in outcomes] == [[2, 1], [2, 1]]
     (reason,) = outcomes[0].reasons
     assert "has no intact copy" in reason
-    assert all(f"on process {process}: {name}: w: sha256" in reason for process, name in damaged)
+    assert all(f"on process {process}: {name}: sha256" in reason for process, name in damaged)
     harmed = {process for process, _ in damaged}
     assert [outcome.served for outcome in outcomes] == [[1] if process in harmed else [1, 2] for process in (0, 1)]
 
@@ -173,9 +174,9 @@ def test_shards_that_no_process_needs_are_verified_too(restored, capfd):
     def take_over(local: LocalCheckpoints) -> None:
         if local.peers.process == 0:
             (folder := local.store.path / "process_9").mkdir()
-            path, (info, pieces) = (taken := write(folder, 2, 0, replica=True)).path, taken.index
-            local.serve(LocalSet(path, SetIndex(replace(info, process=9), pieces)))
-            damage(path / OWN_FILE)
+            taken = write(folder, 2, 0, replica=True)
+            local.serve(LocalSet(taken.path, taken.arrays, replace(taken.info, process=9)))
+            damage(taken.path / pack_of(0))
 
     outcomes = restored(take_over)
     assert [(outcome.steps, outcome.served) for outcome in outcomes] == [([2], [1, 2])] * 2
@@ -190,14 +191,14 @@ def without_set(local: LocalCheckpoints) -> None:
 
 
 def test_a_set_damaged_only_in_transfer_is_kept(restored, monkeypatch, capfd):
-    content = RemoteSet.content
+    read = RemoteSet.read
 
-    def flipped(self: RemoteSet, piece: StoredShard) -> bytearray:
-        received = content(self, piece)
-        received[3] ^= 1
-        return received
+    def flipped(self: RemoteSet, name: str, *size: int) -> bytes:
+        received = bytearray(read(self, name, *size))
+        received[3] ^= name.endswith(".bin")
+        return bytes(received)
 
-    monkeypatch.setattr(RemoteSet, "content", flipped)
+    monkeypatch.setattr(RemoteSet, "read", flipped)
     outcomes = restored(without_set)
     assert [outcome.steps for outcome in outcomes] == [[2, 1], [2, 1]]
     assert outcomes[1].served == [1, 2]
@@ -206,10 +207,14 @@ def test_a_set_damaged_only_in_transfer_is_kept(restored, monkeypatch, capfd):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_sets_of_a_process_that_does_not_answer_are_kept(restored, monkeypatch, late):
-    def silent(*arguments: object) -> None:
+    read = RemoteSet.read
+
+    def silent(*arguments: Any) -> Any:
+        if late and not arguments[1].endswith(".bin"):
+            return read(*arguments)
         raise ConnectionError("no connection to 10.0.0.2:40000: timed out")
 
-    monkeypatch.setattr(RemoteSet, "content" if late else "__init__", silent)
+    monkeypatch.setattr(RemoteSet, "read" if late else "__init__", silent)
     outcomes = restored(without_set)
     assert [outcome.steps for outcome in outcomes] == [[2, 1] if late else [1]] * 2
     assert "no connection to 10.0.0.2:40000" in outcomes[1].reasons[0] and outcomes[1].served == [1, 2]
@@ -217,9 +222,10 @@ def test_sets_of_a_process_that_does_not_answer_are_kept(restored, monkeypatch, 
 
 def test_sets_without_all_shards_of_an_array_are_skipped(restored):
     def without_shard(local: LocalCheckpoints) -> None:
-        pieces = local.served[f"a-2/{local.peers.process}"].index.pieces
-        pieces.pop(("w", (ROWS[1], slice(0, 4))), None)
+        complete = local.served[f"a-2/{local.peers.process}"]
+        entries = {name: entry for name, entry in complete.arrays.files.entries.items() if "process_1/" not in name}
+        local.serve(LocalSet(complete.path, StoredArrays(complete.path, entries), complete.info))
 
     outcomes = restored(without_shard)
     assert [outcome.steps for outcome in outcomes] == [[2, 1], [2, 1]]
-    assert "the sets have 0 elements of w" in outcomes[0].reasons[0]
+    assert "w [(4, 8), (0, 4)] has no intact copy" in outcomes[0].reasons[0]

@@ -11,9 +11,10 @@ from local_sets import sets, small
 from test_local_checkpoints import newest, opened, saved
 
 from megajax.checkpoint import step_folders
-from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.committed_steps import FolderSteps
 from megajax.checkpoint.local.machine_folder import FILE, RunHistory, base_fault, folder_fault
-from megajax.checkpoint.local.shard_files import LocalSet, SetIndex
+from megajax.checkpoint.local.shard_set import FORMER, LocalSet
+from megajax.checkpoint.manifest import Damaged, entry_of, read_manifest, write_manifest
 from megajax.config.errors import UserError
 from megajax.storage.atomic_folders import LOCK, SUFFIX, new_folder
 
@@ -140,18 +141,25 @@ def test_only_local_checkpoints_of_a_former_run_are_removed(tmp_path: Path) -> N
 def test_a_set_that_names_other_files_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     (path,) = sets(tmp_path)
-    index = LocalSet.open(path).index
-    pieces = {shard: piece._replace(file="../../../victim") for shard, piece in index.pieces.items()}
-    (path / "set.json").write_text(SetIndex(index.info, pieces).to_json())
-    with pytest.raises(Damaged, match="names other files"):
+    write_manifest(path, read_manifest(path) | {"../../../victim": entry_of(b"")})
+    with pytest.raises(Damaged, match="names files outside the step"):
         LocalSet.open(path)
+
+
+def test_a_set_of_an_earlier_version_is_refused_and_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (path,) = sets(tmp_path)
+    (path / FORMER).write_text("{}")
+    with pytest.raises(UserError, match=r"(?s)format of an earlier version.*delete the folder"):
+        opened(tmp_path)
+    assert sets(tmp_path) == [path]
 
 
 def test_deleting_a_step_that_is_a_link_deletes_the_link(tmp_path: Path) -> None:
     thesis = victim_in(tmp_path)
     for name in ("00000001", "00000002.0a.saving"):
         (tmp_path / name).symlink_to(thesis.parent)
-    step_folders.delete_step(tmp_path, 1)
+    FolderSteps(tmp_path).delete(1)
     step_folders.remove_unfinished(tmp_path)
     assert thesis.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["victim"]
 

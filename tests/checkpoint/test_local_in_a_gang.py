@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gangs
 import pytest
+from local_sets import pack_of
 from run_folder import events, exact_losses, saved
 
 SETTINGS = ("--parallel.data_sharding=zero1", "--logging.every=1", "--model.dropout=0.1")
@@ -32,7 +33,10 @@ def test_a_run_continues_from_replicas_after_a_disk_is_lost(tmp_path):
         newest = max(local_steps(run))
         (folder,) = node.iterdir()
         # Each process has the shards of both, one of which it wrote itself; process 1 starts on another machine.
-        assert all((folder / f"process_{process}" / f"{newest:08d}/replicas.bin").stat().st_size for process in (0, 1))
+        assert all(
+            (folder / f"process_{process}" / f"{newest:08d}" / pack_of(1 - process)).stat().st_size
+            for process in (0, 1)
+        )
         shutil.rmtree(folder / "process_1")
 
         restarted = start(*settings, *local, f"--run_dir={run}", "--resilience.exit_after_steps=10", name="three")

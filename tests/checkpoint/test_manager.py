@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import arrays
+from megajax.checkpoint import array_serialization
 from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 
 
@@ -47,20 +48,20 @@ def folders(path):
     ],
 )
 def test_invalid_settings_are_named(settings, setting):
-    (problem,) = CheckpointConfig(**settings).problems()
+    (problem,) = problems_of(CheckpointConfig(**settings))
     assert problem.setting == setting and str(next(iter(settings.values()))) in str(problem)
 
 
 def test_settings_of_local_checkpoints_below_one_are_named():
     for name in ("every", "keep", "failures", "jump"):
-        (problem,) = LocalConfig(**{"every": 1, "folder": Path("/tmp"), name: 0}).problems()
-        assert problem.setting == name
+        cfg = LocalConfig(**{"every": 1, "folder": Path("/tmp"), name: 0})
+        assert [problem.setting for problem in problems_of(cfg)] == [name]
     for cfg in (
         CheckpointConfig(local=LocalConfig(every=1, folder=Path("/tmp"))),
         CheckpointConfig(every=None, keep_last=None, keep_every=1000, step=0),
         CheckpointConfig(every=250, keep_every=1000),
     ):
-        assert cfg.problems() == []
+        assert problems_of(cfg) == []
 
 
 def test_due_follows_the_policy(tmp_path):
@@ -112,7 +113,7 @@ class FailsLater:
 @pytest.mark.parametrize("method", ["save", "wait", "poll", "close", "__exit__"])
 def test_a_background_failure_is_raised(tmp_path, monkeypatch, method):
     manager = CheckpointConfig().build(tmp_path)
-    monkeypatch.setattr(arrays, "start_writing", lambda path, leaves: FailsLater())
+    monkeypatch.setattr(array_serialization, "start_writing", lambda path, leaves: FailsLater())
     manager.save(3, state_of(3))
     futures.wait([manager._pending.result])
     message = r"step 3 not saved: /some/file: Read-only file system; it is mounted read-only"
@@ -132,7 +133,7 @@ def test_poll_reports_each_save_once(tmp_path):
 
 
 def test_a_failed_save_does_not_hide_another_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrays, "start_writing", lambda path, leaves: FailsLater())
+    monkeypatch.setattr(array_serialization, "start_writing", lambda path, leaves: FailsLater())
     with pytest.raises(ZeroDivisionError) as caught, CheckpointConfig().build(tmp_path) as manager:
         manager.save(3, state_of(3))
         raise ZeroDivisionError

@@ -10,10 +10,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from local_sets import damage, pack_of
 
-from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local import remote_shards
 from megajax.checkpoint.local.remote_shards import (
     MOST_WAITING,
@@ -24,31 +25,26 @@ from megajax.checkpoint.local.remote_shards import (
     SetServer,
     own_address,
 )
-from megajax.checkpoint.local.shard_files import (
-    OWN_FILE,
-    HostCopy,
-    LocalSet,
-    SetIndex,
-    SetInfo,
-    SetWriter,
-    as_bytes,
-    complete_parts,
-    shards_of_processes,
-)
+from megajax.checkpoint.local.shard_set import LocalSet, SetInfo, SetWriter, complete_parts, shards_of_processes
+from megajax.checkpoint.manifest import Damaged, entry_of
+from megajax.checkpoint.pack_writer import copy_to_host
+from megajax.checkpoint.step_folders import META
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
 
 SECRET = b"s" * 32
 BOX = (slice(0, 3), slice(4, 8))
-VALUES = np.arange(12, dtype=np.float32).reshape(3, 4)
+VALUES = np.arange(24, dtype=np.float32).reshape(3, 8)
 
 
 @pytest.fixture
 def a_set(tmp_path) -> LocalSet:
     writer = SetWriter(tmp_path / "00000007.saving")
-    writer.append(OWN_FILE, HostCopy("w", (3, 8), "float32", BOX, as_bytes(VALUES)))
-    writer.append(OWN_FILE, HostCopy("n", (), "int32", (), as_bytes(np.array(5, np.int32))))
+    descriptions, shards = copy_to_host({"w": jnp.asarray(VALUES), "n": jnp.int32(5)}, once=False)
+    writer.append(0, descriptions, shards.items())
     info = SetInfo(step=7, save="a-1", process=0, attempt="a", processes=2, parts=(0,), meta={"rows": [[0, 2]]})
-    return writer.rename(writer.finish(info), tmp_path / "00000007")
+    writer.finish(info)
+    return writer.rename(tmp_path / "00000007")
 
 
 @pytest.fixture
@@ -60,9 +56,9 @@ def server(a_set):
 
 def test_a_set_is_read_from_another_process(server, a_set):
     with RemoteSet(server.address, SECRET, "a-1/0") as remote:
-        assert remote.index == a_set.index and remote.index.info.id == "a-1/0"
-        assert np.array_equal(remote.read(remote.index.pieces["w", BOX]), VALUES)
-        assert remote.read(remote.index.pieces["n", ()]) == 5
+        assert remote.info == a_set.info and remote.info.id == "a-1/0"
+        assert np.array_equal(remote.arrays.read("w", BOX), VALUES[BOX])
+        assert remote.arrays.value("n") == 5
 
 
 def test_without_the_secret_nothing_is_sent(server):
@@ -74,21 +70,21 @@ def test_without_the_secret_nothing_is_sent(server):
         assert stranger.recv(1) == b""
 
 
-def test_the_error_for_a_missing_set_or_piece_names_it(server):
+def test_the_error_for_a_missing_set_or_file_names_it(server):
     with pytest.raises(Damaged, match="this process has no set b-1/0"):
         RemoteSet(server.address, SECRET, "b-1/0")
     with RemoteSet(server.address, SECRET, "a-1/0") as remote:
-        piece = remote.index.pieces["w", BOX]
-        with pytest.raises(Damaged, match="of this process has no /etc/passwd"):
-            remote.read(piece._replace(name="/etc/passwd"))
-        assert np.array_equal(remote.read(piece), VALUES)  # the connection goes on
+        for name, start, stop in (("/etc/passwd", 0, 9), (META, 0, 2**20), (META, -1, 1)):
+            with pytest.raises(Damaged, match=f"of this process has no bytes {start} to {stop} of {name}"):
+                remote.read(name, start, stop)
+        assert np.array_equal(remote.arrays.read("w", BOX), VALUES[BOX])  # the connection goes on
 
 
 def test_an_oversized_request_ends_the_connection(server):
     with RemoteSet(server.address, SECRET, "a-1/0") as remote:
         remote._connection.sendall(struct.pack(">I", REQUEST_BYTES + 1))
         with pytest.raises(ConnectionError):
-            remote.read(remote.index.pieces["w", BOX])
+            remote.arrays.read("w", BOX)
 
 
 def test_the_oldest_silent_connections_are_closed_for_a_process_of_the_run(server, a_set):
@@ -96,7 +92,7 @@ def test_the_oldest_silent_connections_are_closed_for_a_process_of_the_run(serve
     silent = [socket.create_connection(server.address, timeout=10) for _ in range(3 * MOST_WAITING)]
     try:
         with RemoteSet(server.address, SECRET, "a-1/0") as remote:
-            assert remote.read(remote.index.pieces["n", ()]) == 5
+            assert remote.arrays.value("n") == 5
             assert len(server._waiting) <= MOST_WAITING and threading.active_count() <= threads + 1
         for oldest in silent[:MOST_WAITING]:
             assert oldest.recv(32)
@@ -126,7 +122,7 @@ WITHOUT_DESCRIPTORS = """
 import os, resource, socket, sys
 from pathlib import Path
 from megajax.checkpoint.local import remote_shards
-from megajax.checkpoint.local.shard_files import LocalSet
+from megajax.checkpoint.local.shard_set import LocalSet
 a_set, secret, remote_shards.TIMEOUT_SECONDS = LocalSet.open(Path(sys.argv[1])), b"s" * 32, 20.0
 server, clients, others = remote_shards.SetServer("127.0.0.1", secret, {"a-1/0": a_set}.get), [socket.socket()], []
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
@@ -144,7 +140,7 @@ except TimeoutError:
 for other in others:
     os.close(other)
 with remote_shards.RemoteSet(server.address, secret, "a-1/0") as remote:
-    print(remote.read(remote.index.pieces["n", ()]))
+    print(remote.arrays.value("n"))
 """
 
 
@@ -173,11 +169,12 @@ def test_an_answer_of_another_program_ends_the_connection(a_set):
 
 
 def test_damage_at_the_sender_is_found_by_the_receiver(server, a_set):
-    content = bytearray((a_set.path / OWN_FILE).read_bytes())
-    content[5] ^= 128
-    (a_set.path / OWN_FILE).write_bytes(content)
-    with RemoteSet(server.address, SECRET, "a-1/0") as remote, pytest.raises(Damaged, match="w: sha256"):
-        remote.read(remote.index.pieces["w", BOX])
+    damage(a_set.path / pack_of(0))
+    with (
+        RemoteSet(server.address, SECRET, "a-1/0") as remote,
+        pytest.raises(Damaged, match=r"process_0/00000\.bin: sha256"),
+    ):
+        remote.arrays.read("w", BOX)
 
 
 def test_a_closed_server_accepts_no_connections(server):
@@ -189,18 +186,19 @@ def test_a_closed_server_accepts_no_connections(server):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda document: document["info"].update(step=8),
-        lambda document: document["pieces"][0].__setitem__(5, 4),
-        lambda document: document.update(format=2),
-        lambda document: document.pop("seal"),
-        lambda document: document.update(pieces=[1]),
+        lambda document: document.pop("parts"),
+        lambda document: document.update(other=1),
     ],
 )
-def test_a_changed_description_is_damage(a_set, change):
-    document = json.loads(a_set.index.to_json())
+def test_metadata_of_another_form_is_damage(a_set, change):
+    document = json.loads((a_set.path / META).read_bytes())
     change(document)
-    with pytest.raises(Damaged, match=r"set\.json"):
-        SetIndex.from_json(json.dumps(document))
+    (a_set.path / META).write_text(json.dumps(document))
+    with pytest.raises(Damaged, match=r"meta\.json: "):
+        LocalSet.open(a_set.path)
+    entries = a_set.arrays.files.entries | {META: entry_of(json.dumps(document).encode())}
+    with pytest.raises(Damaged, match=r"meta\.json can't be read"):
+        SetInfo.read(StoredArrays(a_set.path, entries))
 
 
 def test_the_own_address_is_loopback_for_a_local_coordinator():

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megajax.checkpoint.retry_at_boundary import DelayedAgreement, StepBoundary
-from megajax.mesh.processes.peers import Peers
+from megajax.checkpoint.agree_on_boundary import DelayedAgreement, StepBoundary
+from megajax.processes.peers import Peers
 
 PATIENCE = 60.0
 

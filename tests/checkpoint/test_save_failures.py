@@ -11,10 +11,10 @@ import weakref
 import jax.numpy as jnp
 import pytest
 
-from megajax.checkpoint import arrays, step_folders
+from megajax.checkpoint import array_serialization, step_folders
 from megajax.checkpoint.background_saves import CheckpointError, reason
+from megajax.checkpoint.checkpoint_manager import finish_at_exit
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.manager import finish_at_exit
 from megajax.config.errors import UserError
 from megajax.storage import disk
 from megajax.storage.write_errors import remedy
@@ -33,6 +33,8 @@ def test_an_error_of_the_file_system_names_the_path(tmp_path, number):
     text = f"{os.strerror(number)}; {remedy(number)}"
     assert reason(error, tmp_path / "step", MIB) == f"/runs/a/file: {text}"
     assert reason(OSError(number, os.strerror(number)), tmp_path / "step", MIB) == f"{tmp_path}: {text}"
+    error = OSError(number, os.strerror(number), str(tmp_path / "step/state/ocdbt.process_0/d/bed77460f08e5c9a"))
+    assert reason(error, tmp_path / "step", MIB) == f"{tmp_path}: {text}", "the folder, once"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_callbacks_that_come_after_a_failed_save_print_nothing(tmp_path, capsys,
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     unraisables = []
     monkeypatch.setattr(sys, "unraisablehook", unraisables.append)
-    arrays.start_writing(tmp_path / "arrays", {"a": jnp.zeros(2)}).result()
+    array_serialization.start_writing(tmp_path / "arrays", {"a": jnp.zeros(2)}).result()
     loop = asyncio.new_event_loop()
     loop.close()
 

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from object_stores import environment, faulty, serving
 
-from megajax.checkpoint import inspection, stored_steps
+from megajax.checkpoint import inspection, object_store_steps
 from megajax.checkpoint.background_saves import CheckpointError
+from megajax.checkpoint.committed_steps import locate
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.places import locate
 from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
 from megajax.config.errors import UserError
 from megajax.storage import stores
@@ -112,7 +112,7 @@ def stored_names(url: str) -> list[str]:
 
 @pytest.mark.slow
 def test_another_run_is_refused_until_its_lease_ends(bucket: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(stored_steps, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(object_store_steps, "LEASE_SECONDS", 0.5)
     store = open_store(f"{bucket}/lease/checkpoints")
     store.write("lease", "elsewhere pid 7 0 token")
     read, renewals = stores.Store.generation, iter(range(100))

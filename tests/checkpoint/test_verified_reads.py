@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import block_reader, integrity, zarr_reader
+from megajax.checkpoint import manifest, verified_reads, zarr_reader
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.checkpoint.zarr_reader import StoredArrays
@@ -27,8 +27,8 @@ BLOCK = 512
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch) -> None:
-    monkeypatch.setattr(integrity, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(block_reader, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(verified_reads, "BLOCK_BYTES", BLOCK)
 
 
 def layout(*axes: str | None) -> NamedSharding:
@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 def largest(step: Path) -> str:
     """The largest file, which has several blocks."""
-    entries = integrity.read_manifest(step)
+    entries = manifest.read_manifest(step)
     return max((name for name in entries if "block" in entries[name]), key=lambda name: entries[name]["bytes"])
 
 
@@ -130,20 +130,20 @@ def test_a_file_that_changes_after_the_choice_is_found(folder: Path) -> None:
         reader.restore(2, like())
 
 
-def test_a_partial_restore_verifies_only_what_it_reads(folder: Path) -> None:
+def test_a_read_of_some_arrays_verifies_only_those(folder: Path) -> None:
     step = folder / "00000002"
     name = largest(step)
     stored = StoredArrays(step)
-    weights = {name: leaf for name, leaf in like().items() if name.startswith("params.")}
     first = {key: place for key, place in stored._index.items() if not isinstance(place, bytes)}
     moment = next(place.start for key, place in first.items() if key.startswith("optimizer."))
     weight = next(place.start for key, place in first.items() if key.startswith("params.rows"))
     flip(step / name, moment + 600)
-    restored, _ = CheckpointReader(folder).restore(2, weights, partial=True)
-    np.testing.assert_array_equal(restored["params.rows"], state(2)["params.rows"])
+    rows, reader = state(2)["params.rows"], CheckpointReader(folder)
+    box = tuple(slice(0, side) for side in rows.shape)
+    np.testing.assert_array_equal(reader.use_arrays(2, lambda stored: stored.read("params.rows", box)), rows)
     flip(step / name, weight + 1000)
     with pytest.raises(UserError, match=r"(?s)step 2 .*Choose another step"):
-        CheckpointReader(folder).restore(2, weights, partial=True)
+        reader.use_arrays(2, lambda stored: stored.read("params.rows", box))
 
 
 def test_each_byte_is_read_once(folder: Path, monkeypatch) -> None:
@@ -159,8 +159,8 @@ def test_each_byte_is_read_once(folder: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "preadv", counted)
     hashed: list[str] = []
-    monkeypatch.setattr(integrity, "_hash", lambda folder, name, first, last: hashed.append(name) or "")
-    monkeypatch.setattr(integrity, "block_fault", lambda entry, block, actual: None)
+    monkeypatch.setattr(manifest, "_hash", lambda folder, name, first, last: hashed.append(name) or "")
+    monkeypatch.setattr(manifest, "block_fault", lambda entry, block, actual: None)
     reader = CheckpointReader(folder)
     assert reader.newest_intact() == 2
     reader.restore(2, like(**{"params.rows": ("a",), "params.both": ("a", "b"), "optimizer.columns": (None, "b")}))
@@ -181,7 +181,7 @@ def test_a_step_that_is_saved_anew_is_read_anew(tmp_path: Path) -> None:
 
 def test_columns_of_many_arrays_take_little_memory(tmp_path: Path, monkeypatch) -> None:
     """The rows between the parts of a column are read and hashed too, but not for all arrays at a time."""
-    monkeypatch.setattr(integrity, "BLOCK_BYTES", 2**15)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 2**15)
     monkeypatch.setattr(zarr_reader, "BUFFER_BYTES", 2**18)
     with CheckpointConfig().build(tmp_path) as manager:
         manager.save(1, {f"columns{number:02}": jnp.full((256, 256), number, jnp.float32) for number in range(24)})
@@ -196,12 +196,12 @@ def test_columns_of_many_arrays_take_little_memory(tmp_path: Path, monkeypatch) 
 
 def test_a_step_of_format_1_is_verified_and_then_restored(folder: Path, capfd) -> None:
     step = folder / "00000002"
-    names = [name for name in disk.files_below(step) if name != integrity.MANIFEST]
-    integrity.BLOCK_BYTES = 2**30  # one hash for each file
-    entries = integrity.hash_files(step, names)
-    integrity.BLOCK_BYTES = BLOCK
-    document = {"format": 1, "files": entries, "seal": integrity.seal(entries)}
-    (step / integrity.MANIFEST).write_text(json.dumps(document))
+    names = [name for name in disk.files_below(step) if name != manifest.MANIFEST]
+    manifest.BLOCK_BYTES = 2**30  # one hash for each file
+    entries = manifest.hash_files(step, names)
+    manifest.BLOCK_BYTES = BLOCK
+    document = {"format": 1, "files": entries, "seal": manifest.seal(entries)}
+    (step / manifest.MANIFEST).write_text(json.dumps(document))
     restored, _ = CheckpointReader(folder).restore(2, like())
     np.testing.assert_array_equal(restored["params.both"], state(2)["params.both"])
     largest = max(names, key=lambda name: (step / name).stat().st_size)
@@ -218,4 +218,4 @@ def test_a_cyclic_index_of_a_database_is_refused(tmp_path, monkeypatch) -> None:
     opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: None))
     monkeypatch.setattr(zarr_reader, "ts", SimpleNamespace(KvStore=opened, ocdbt=ocdbt))
     with pytest.raises(ValueError, match=f"two nodes of its index refer to {node}"):
-        zarr_reader.read_index(tmp_path, lambda place: None)
+        zarr_reader.database_index(tmp_path, lambda place: None)

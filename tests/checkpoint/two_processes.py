@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.checkpoint import integrity, step_folders
+from megajax.checkpoint import manifest, step_folders
 from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import DamagedStep
@@ -34,7 +34,7 @@ def flip_a_byte(path):
 
 def main() -> None:
     index, port, path = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    integrity.BLOCK_BYTES = 256  # large files are verified while they are read
+    manifest.BLOCK_BYTES = 256  # large files are verified while they are read
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
@@ -56,7 +56,7 @@ def main() -> None:
             manager.save(step, state, {"step": step})
         manager.wait()
         assert manager.steps() == [2, 3]
-        files = integrity.read_manifest(path / "00000003")
+        files = manifest.read_manifest(path / "00000003")
         assert {name.split("/")[2] for name in files if "ocdbt.process_" in name} == {
             "ocdbt.process_0",
             "ocdbt.process_1",
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megajax.checkpoint import writers
+    from megajax.checkpoint import checkpoint_writers
 
-    writers.SHARED_FOLDER_TIMEOUT_SECONDS = 1.0
+    checkpoint_writers.SHARED_FOLDER_TIMEOUT_SECONDS = 1.0
     main()

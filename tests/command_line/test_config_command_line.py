@@ -13,7 +13,7 @@ from config_samples import RunConfig
 import megajax.command_line.parser as cli
 from megajax.command_line import parser as command_line
 from megajax.config import ConfigError, Problem, UserError
-from megajax.mesh.processes.world import RANKS
+from megajax.processes.world import RANKS
 
 pytestmark = pytest.mark.smoke
 
@@ -166,8 +166,7 @@ def test_help(capsys):
         "  --model.hidden_size  a whole number (must be given)\n      Width of the residual stream.",
         "  --parallel.data_sharding  one of replicate, zero1, fsdp = zero1",
         "  --optimizer.type  AdamWConfig or MuonConfig = AdamWConfig",
-        "  --optimizer.momentum  a number = 0.95  [MuonConfig]",
-        "  --guard.window  a whole number = 100  [GuardConfig]",
+        "  --guard  GuardConfig or none = none\n      Watches the loss; none for no watch.",
         "  --model.pattern.0.attention.heads  a whole number = 12\n      Number of query heads.",
     ):
         assert line in text
@@ -179,8 +178,29 @@ def test_help_of_one_part(capsys):
     names = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     assert names == [f"--parallel.{name}" for name in ("tensor", "data", "sequence", "data_sharding")]
     assert "--optimizer.lr" in shown(capsys, "--help", "lr")
+    with pytest.raises(ConfigError, match=r"no such class\n +the classes are AdamWConfig or MuonConfig"):
+        parse("--help=optimizer.LionConfig")
     with pytest.raises(ConfigError, match="did you mean parallel"):
         parse("--help=paralel.tensr")
+
+
+def test_help_shows_the_chosen_class_and_lists_the_others(capsys):
+    def names(topic, *more):
+        text = shown(capsys, f"--help={topic}", *more)
+        return text, [line.split()[0][2:] for line in text.splitlines() if line.startswith("  --")]
+
+    text, settings = names("optimizer")
+    assert settings == ["optimizer.type", "optimizer.lr", "optimizer.betas"]
+    assert "--help=optimizer.MuonConfig shows" in text and re.search("\n  MuonConfig +MuonConfig", text)
+    for topic in ("optimizer.MuonConfig", "optimizer.muon"):
+        assert names(topic)[1] == ["optimizer.lr", "optimizer.momentum"]
+    assert names("guard")[1] == ["guard", "guard.window"]
+    assert names("model.pattern.MambaConfig")[1] == names("model.pattern.0.mamba")[1] == ["model.pattern.0.state"]
+    assert names("model.pattern.attention")[1] == [
+        "model.pattern.0.attention.heads",
+        "model.pattern.0.attention.window",
+    ]
+    assert "model.pattern.0.norm" in names("model.pattern")[1] and "state" not in names("model")[0]
 
 
 def test_help_shows_common_settings_and_help_all_every_setting(capsys):
@@ -196,7 +216,7 @@ def test_help_shows_common_settings_and_help_all_every_setting(capsys):
     assert shown_names == list(common)
     assert "--help=all shows every setting, --help=PART one part: model, parallel, optimizer, guard, data" in text
     assert "  --steps  a whole number = 500" in names("--help", "--config=tiny")[0]
-    assert {"seed", "optimizer.lr", *common} <= set(names("--help=all")[1])
+    assert {"seed", "optimizer.lr", "steps", "data.paths"} <= set(names("--help=all")[1])
     assert names("--help=data")[1][:2] == ["data.paths", "data.blend"]
 
 

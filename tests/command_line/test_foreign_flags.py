@@ -6,18 +6,18 @@ from functools import partial
 import pytest
 
 from megajax import evaluate, launch
-from megajax.checkpoint.places import locate
-from megajax.command_line.corrections import ROWS, TABLE, WORDS
+from megajax.checkpoint.committed_steps import locate
+from megajax.command_line.foreign_flags import ROWS, TABLE, WORDS
 from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, field_types, load
 from megajax.config.compose import assemble
 from megajax.config.errors import NO_SETTING
 from megajax.config.hints import download_hint
-from megajax.config.overrides import patch_of, plain_name
 from megajax.config.parse_scalar import Text
+from megajax.config.settings_tree import patch_of, plain_name
 from megajax.data.preprocessing.options import parse as preprocess
-from megajax.inference.server.config import ServingConfig
-from megajax.interop.formats import open_stored
+from megajax.interop.weights.formats import open_stored
+from megajax.server.config import ServingConfig
 from megajax.tasks.config import EvaluatedConfig
 from megajax.train import FLAGS
 from megajax.training.run_config import RunConfig

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from megajax.config import ConfigError
 from megajax.config.compose import override
+from megajax.config.config_files import load
 from megajax.config.dump import diff, diff_from_defaults, flatten, to_yaml
-from megajax.config.files import load
 
 text = st.text(max_size=12) | st.sampled_from(
     ["none", "null", "yes", "1e3", "~", "on", "a: b", "# c", "x\ny", " ", "é\x85"]

@@ -1,12 +1,13 @@
 """Config files: how they are found, run and read, and the errors if they can't be."""
 
+import sys
 from itertools import pairwise
 
 import pytest
 from config_samples import AdamWConfig, MuonConfig, RunConfig
 
-from megajax.config import UserError, files
-from megajax.config.files import load
+from megajax.config import UserError, config_files
+from megajax.config.config_files import load
 
 BASE = """
 from dataclasses import replace
@@ -43,7 +44,7 @@ def test_found_by_name_and_by_path(folder, monkeypatch):
     for source in ("mini_124m.py", "mini_124m", "configs/mini_124m.py", str(folder / "configs" / "mini_124m.py")):
         assert run(source).steps == 500
     assert run("mini_124m.py:debug").steps == 5
-    monkeypatch.setattr(files, "SHIPPED", folder / "configs")
+    monkeypatch.setattr(config_files, "SHIPPED", folder / "configs")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
     assert run("mini_124m").steps == 500
@@ -78,7 +79,13 @@ def test_a_missing_file_or_function_names_similar_ones(folder):
     [
         ("x = 1\ny = x +\n", "configs/bad.py, line 2: invalid syntax\n    y = x +"),
         ("def config():\n    return nothing\n", "configs/bad.py, line 2: NameError: name 'nothing' is not defined"),
-        ("import no_such_module_at_all\n", "configs/bad.py, line 1: ModuleNotFoundError"),
+        (
+            "import nothere\n",
+            "configs/bad.py, line 1: the file failed to import nothere: there is no such module\n    imp",
+        ),
+        ("import megajx\n", "did you mean megajax?"),
+        ("import torch_\n", f"install it for {sys.executable}"),
+        ("from os import pathh\n", "did you mean path?"),
         ("def config():\n    return 3\n", "configs/bad.py: config() must return a RunConfig, got 3"),
         ("from config_samples import *\ndef config():\n    return RunConfig(step=1)\n", "did you mean steps?"),
     ],

@@ -8,6 +8,7 @@ import pytest
 
 from megajax.config import load
 from megajax.config.class_references import Builds
+from megajax.config.compose import problems_of
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.training.run_config import RunConfig
@@ -70,7 +71,7 @@ def test_rows_with_equal_chunks(length, sizes) -> None:
     ],
 )  # fmt: skip
 def test_invalid_context_settings(sizes, setting, message) -> None:
-    (problem,) = ParallelConfig(context_strategy="ring+all_to_all", **sizes).problems()
+    (problem,) = problems_of(ParallelConfig(context_strategy="ring+all_to_all", **sizes))
     assert problem.setting == setting
     assert re.search(message, f"{problem.message} | {problem.hint}")
 

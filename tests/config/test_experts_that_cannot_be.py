@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import llama
 
 from megajax.config import load
-from megajax.config.errors import Problem
+from megajax.config.compose import problems_of
 from megajax.job.banner import _blocks, _experts, _matmuls
 from megajax.job.description import mixtures_of
 from megajax.layers.expert_facts import ExpertSharding
@@ -36,7 +36,7 @@ def moe(**settings) -> MoEConfig:
 
 ALONE = {
     "more experts a token than experts": (moe(top_k=7), "top_k: is 7, but there are experts=6; use at most 6"),
-    "no experts": (moe(experts=0), "experts: must be a number above 0, got 0"),
+    "no experts": (moe(experts=0), "experts: must be at least 1, got 0"),
     "groups that do not divide": (moe(router=RouterConfig(groups=4, chosen_groups=2)),
         "router.groups: 4 groups do not divide 6 experts; groups can be 1, 2, 3, 6"),
     "more groups chosen than groups": (moe(router=RouterConfig(groups=3, chosen_groups=4)),
@@ -50,13 +50,13 @@ ALONE = {
     "scores of no groups": (RouterConfig(group_scores=1),
         "group_scores: needs groups of experts, but groups=none; set groups, or set this to none"),
     "groups alone": (RouterConfig(groups=2), "groups: must be given together with chosen_groups; set both, or neither"),
-    "no capacity": (CapacityConfig(factor=0.0), "factor: must be a number above 0, got 0.0"),
-    "capacity below 0": (CapacityConfig(factor=-1.0), "factor: must be a number above 0, got -1.0"),
+    "no capacity": (CapacityConfig(factor=0.0), "factor: must be above 0, got 0"),
+    "capacity below 0": (CapacityConfig(factor=-1.0), "factor: must be above 0, got -1"),
     "room below the mean": (DispatchConfig(room=0.5),
         "room: must be at least 1, got 0.5; 1.5 is usual, none drops nothing"),
     "no chunk": (DispatchConfig(chunks=0), "chunks: must be at least 1, got 0"),
-    "negative loss": (RouterConfig(aux_loss=-0.1), "aux_loss: must be a number of at least 0, got -0.1"),
-    "jitter of all": (RouterConfig(jitter=1.0), "jitter: must be at least 0 and below 1, got 1.0"),
+    "negative loss": (RouterConfig(aux_loss=-0.1), "aux_loss: must be at least 0, got -0.1"),
+    "jitter of all": (RouterConfig(jitter=1.0), "jitter: must be at least 0 and below 1, got 1"),
     "two ways to balance at once": (
         RouterConfig(sinkhorn=True, aux_loss=0.1),
         "sinkhorn: balances experts itself and excludes losses, groups and balance_rate; "
@@ -65,14 +65,10 @@ ALONE = {
 }  # fmt: skip
 
 
-def text_of(problem: Problem) -> str:
-    return f"{problem.setting}: {problem.message}" + (f"; {problem.hint}" if problem.hint else "")
-
-
 @pytest.mark.parametrize("case", ALONE)
 def test_invalid_settings(case):
     config, expected = ALONE[case]
-    assert [text_of(problem) for problem in config.problems()] == [expected]
+    assert [str(problem).replace("\n    ", "; ") for problem in problems_of(config)] == [expected]
 
 
 ON_MESHES = {
@@ -95,7 +91,7 @@ def test_invalid_layouts(case):
     (block,) = model.stack.pattern
     model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=moe()),)))
     problems = [replace(p, setting=p.setting.partition(".mlp.")[2]) for p in model.parallel_problems(parallel, 1)]
-    assert [text_of(problem) for problem in problems] == [expected]
+    assert [str(problem).replace("\n    ", "; ") for problem in problems] == [expected]
 
 
 def test_whole_experts_need_sequence_parallelism():
@@ -129,8 +125,9 @@ def test_the_banner_has_a_line_about_experts(experts):
     fp8, device = PrecisionConfig(matmul=Fp8CurrentConfig()), jax.devices()[0]
     lines = [text for _, text in _experts(parallel, mesh, mixtures, known=True)]
     if experts:
-        assert lines[0].startswith("2 of 8 experts on a device, gather; room for")
-        assert lines[1].startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")
+        assert len(lines) == 1 and lines[0].startswith("2 of 8 experts on a device, gather; room for")
+        note = mixtures[0][0].way_note(ExpertSharding.of(parallel), on_cpu=False)
+        assert note.startswith("dispatch.way=auto is not ragged, which sends fewer bytes: gradients of ragged")
         assert _matmuls(fp8, device, ["reference"])[0][1].endswith(
             "rounded once a step; experts too, multiplied in bfloat16: no kernel multiplies groups in fewer bits"
         )

@@ -8,9 +8,14 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import megajax as mj
+from megajax.config import load
+from megajax.config.class_references import demand_packages
+from megajax.config.errors import UserError
 from megajax.config.optional_packages import EXTRAS, REQUIRED, remedy
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,6 +68,26 @@ def test_in_a_checkout_and_in_an_installation(tmp_path):
     assert f"cd {tmp_path} && uv sync && source {tmp_path}/.venv/bin/activate" in text
     assert "  uv run python -m megajax.train --config=quickstart.py" in text
     assert f"pip install -e '{tmp_path}'" in text
+
+
+def test_packages_of_settings_are_demanded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = "logging.tensorboard=true", "logging.wandb.project=a", "evaluation.every=1"
+    cfg: Any = load("gpt2.py:debug", *settings)
+    tasks = (mj.HarnessConfig(tasks=("arc_easy",)),)
+    images: Any = load("vit.py:debug", "data.type=ClassFoldersConfig", "data.path=pictures")
+    monkeypatch.setattr("megajax.config.class_references.find_spec", lambda name: None if name != "wandb" else object())
+    with pytest.raises(
+        UserError, match=r"logging\.tensorboard needs the package tensorboardX: not installed"
+    ) as refused:
+        demand_packages(cfg)
+    assert "uv sync --extra log --inexact, or pip install 'megajax[log]'" in str(refused.value)
+    with pytest.raises(
+        UserError,
+        match=r"1 needs the package PIL, 2\.0 needs the package lm_eval, 3 needs the package jinja2"
+        r".*\[log,images,eval,tokenizers\]",
+    ):
+        demand_packages((cfg, images.data, tasks, mj.ChatConfig(paths=("chats.jsonl",))))
+    demand_packages(load("gpt2.py:debug", *settings[1:]))
 
 
 @pytest.mark.parametrize(("module", "extra"), EXTRAS.items())

@@ -11,13 +11,13 @@ import pytest
 from megajax import convert, doctor, evaluate, generate, launch, plan, preprocess, report, serve, train
 from megajax.config import field_types
 from megajax.config.compose import assemble, check
+from megajax.config.config_files import load
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.file_paths import PathText, StoredPath, StoredText, holds_path, store_url, url_problem
-from megajax.config.files import load
+from megajax.config.paths_and_store_urls import PathText, StoredPath, StoredText, holds_path, store_url, url_problem
 from megajax.config.python_file import config_classes
 from megajax.inference.config import GenerationConfig
-from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import KINDS
+from megajax.tasks.evaluate_command import parse_tasks
 from megajax.tools import inspect, merge, train_vocabulary
 from megajax.training.run_config import RunConfig
 

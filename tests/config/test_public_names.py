@@ -9,10 +9,10 @@ import pytest
 
 import megajax as mj
 from megajax.config import load
+from megajax.config.config_files import SHIPPED
 from megajax.config.errors import ConfigError
-from megajax.config.files import SHIPPED
 from megajax.config.python_file import config_classes
-from megajax.inference.server.config import ServingConfig
+from megajax.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 
 NAMES = sorted(mj._places())
@@ -78,7 +78,7 @@ def test_type_checkers_see_the_classes(tmp_path):
         "    return mj.BatchConfig(global_size='8')\n"
     )
     text = output_of(str(Path(sys.executable).with_name("ty")), "check", "--output-format=concise", str(tmp_path))
-    for part in ("5:17: info[revealed-type]", "expected `RunConfig`, found `BatchConfig`", "Expected `int`, found"):
+    for part in ("5:17: info[revealed-type]", "expected `RunConfig`, found `BatchConfig`", "Expected `Size`, found"):
         assert part in text
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, load
-from megajax.config.files import SHIPPED, advised, find, functions_of, twin_of
+from megajax.config.config_files import SHIPPED, advised, find, functions_of, twin_of
 
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (

@@ -27,7 +27,7 @@ def test_the_list_names_every_verb_with_one_line(monkeypatch, capsys):
     assert code == 0
     listed = dict(re.findall(r"^  ([\w.]+) +(\S.*)$", text, re.MULTILINE))
     assert listed == dict(verbs())
-    assert {"train", "preprocess", "plan", "launch", "report", "doctor", "tools.megatron_args"} <= set(listed)
+    assert {"train", "preprocess", "plan", "launch", "report", "doctor", "interop.megatron.args"} <= set(listed)
     assert "batch" not in listed
     assert max(map(len, text.splitlines())) <= 100
 
@@ -40,8 +40,8 @@ def test_the_list_names_every_verb_with_one_line(monkeypatch, capsys):
         (["chat"], "did you mean generate?"),
         (["export"], "did you mean convert?"),
         (["trian"], "no verb trian\n    did you mean train?"),
-        (["megatron_args"], "did you mean tools.megatron_args?"),
-        (["tools", "megatron-args"], "did you mean tools.megatron_args?"),
+        (["megatron_args"], "did you mean interop.megatron.args?"),
+        (["tools", "megatron-args"], "did you mean interop.megatron.args?"),
         (["--steps=3"], "no verb --steps=3\n    the verbs are train, "),
     ],
 )

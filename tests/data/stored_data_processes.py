@@ -14,8 +14,8 @@ from megajax.config.errors import UserError
 from megajax.data.configs import StreamConfig
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig
-from megajax.mesh.processes import reading_once
 from megajax.models.decoder.config import text_schema
+from megajax.processes import reading_once
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 
 

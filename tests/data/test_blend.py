@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from token_files import tokenizer, write, write_random
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.rows import blend as blend_module
 from megajax.data.rows.blend import BlendedDataset, exhaustive_index, normalize_weights, rows_by_weight, weighted_index
-from megajax.data.rows.splits import Evaluation, Rows, parse_paths, parse_split, requested_rows, split_bounds
+from megajax.data.rows.splits import EvaluationSchedule, Rows, parse_paths, parse_split, requested_rows, split_bounds
 from megajax.data.text.config import BlendConfig
 from megajax.models.decoder.config import text_schema
 
@@ -102,7 +103,7 @@ def test_split_shares() -> None:
 
 
 def test_rows_that_a_run_requests() -> None:
-    evaluation = Evaluation(every=10, batches=3, size=4)
+    evaluation = EvaluationSchedule(every=10, batches=3, size=4)
     assert requested_rows(steps=25, global_size=8, evaluation=evaluation) == (200, 36, 12)
     assert requested_rows(steps=25, global_size=8, evaluation=evaluation._replace(start=10)) == (200, 24, 12)
     assert requested_rows(steps=25, global_size=8, evaluation=None, rows=190) == (190, 0, 0)
@@ -110,7 +111,7 @@ def test_rows_that_a_run_requests() -> None:
 
 def test_problems_are_found_without_reading() -> None:
     def settings_with_problems(**options: Any) -> list[str]:
-        return [problem.setting for problem in BlendConfig(**options).problems()]
+        return [problem.setting for problem in problems_of(BlendConfig(**options))]
 
     assert settings_with_problems(paths=("a",)) == [] and settings_with_problems(train_paths=("1", "a", "2", "b")) == []
     assert settings_with_problems() == ["paths"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig
 from megajax.data.rows.balancing import CAUSAL, document_lengths
@@ -29,7 +30,7 @@ def chat(question: str, answer: str, system: str | None = None) -> dict[str, Any
 def splits(path: Path, length: int = 40, rows: Rows | None = None, tokenizer: Any = None, **options: Any) -> Any:
     options = {"paths": (str(path),), "split": "1", "cache_dir": f"{path}-cache"} | options
     config = ChatConfig(**options)
-    assert not config.problems()
+    assert not problems_of(config)
     tokenizer = tokenizer or ByteTokenizerConfig().build()
     return config.build(tokenizer=tokenizer, schema=text_schema(length, 257), rows=rows or Rows(None), seed=3)
 
@@ -238,7 +239,7 @@ def test_files_that_are_missing_or_empty(tmp_path: Path) -> None:
         splits(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match=r"no line with a conversation; skipped lines: 2 not a conversation"):
         splits(write(tmp_path / "c", ["{", "["]), on_error="skip")
-    assert [problem.setting for problem in ChatConfig().problems()] == ["paths"]
+    assert [problem.setting for problem in problems_of(ChatConfig())] == ["paths"]
     with pytest.raises(UserError, match=r"data\.seed: expected 0 to"):
         splits(tmp_path / "c", seed=-1)
 

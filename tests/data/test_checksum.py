@@ -13,16 +13,16 @@ from megajax.config.errors import UserError
 from megajax.data import checksum
 from megajax.data.chat.config import ChatConfig
 from megajax.data.checksum import BLOCK, BLOCKS, FileSum, full_checksums, group_files, sample_checksums
-from megajax.data.images.folders import ClassFolder, MaskFolder
+from megajax.data.images.class_and_mask_folders import ClassFolder, MaskFolder
 from megajax.data.masked.config import PairsConfig
 from megajax.data.rows.blend import BlendedDataset, BlendIndex
 from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.row_source import files_of
-from megajax.data.rows.shuffled_items import ItemRows, RowOrder
+from megajax.data.rows.shuffled_items import ItemRows, ShuffledOrder
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import integer_tokens
-from megajax.data.translation_pairs import PairedTokens, Pairs
+from megajax.data.translation_pairs import PairedTokens, TranslationPairs
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -164,7 +164,7 @@ def test_rows_of_pairs_conversations_and_images_name_their_files(tmp_path: Path)
     for name in ("source", "target"):
         write(tmp_path / f"p_{name}_document", [range(1, 30)] * 9)
     tokens = PairedTokens("p", tuple(map(integer_tokens, PairsConfig().token_files(str(tmp_path / "p")))))
-    paired = Pairs(tokens, np.arange(9), lengths=(8, 8), tokenizer=TWO_SIDED)
+    paired = TranslationPairs(tokens, np.arange(9), lengths=(8, 8), tokenizer=TWO_SIDED)
     assert files_of(paired) == [*pair(tmp_path / "p_source_document"), *pair(tmp_path / "p_target_document")]
     path = tmp_path / "chat.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9)
@@ -174,5 +174,5 @@ def test_rows_of_pairs_conversations_and_images_name_their_files(tmp_path: Path)
         (ClassFolder(tmp_path, [(0, "1.png"), (1, "2/3.png")], ("cat", "dog"), 100), ["cat/1.png", "dog/2/3.png"]),
         (MaskFolder(tmp_path, [("1.jpg", "1.png")], 100), ["images/1.jpg", "masks/1.png"]),
     ):
-        rows: Any = ItemRows(items, RowOrder(None, seed=1, split=0))
+        rows: Any = ItemRows(items, ShuffledOrder(None, seed=1, split=0))
         assert files_of(rows) == [f"{tmp_path}/{name}" for name in names]

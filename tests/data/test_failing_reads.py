@@ -20,8 +20,8 @@ from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedTokens, index_path, tokens_path
 from megajax.models.decoder.config import text_schema
-from megajax.storage import reading
-from megajax.storage.reading import ChangedFile, ReadError, ReadFile, with_retries
+from megajax.storage import retried_reads
+from megajax.storage.retried_reads import ChangedFile, ReadError, ReadFile, with_retries
 
 DOCUMENTS = [list(range(1, 40)) for _ in range(20)]
 
@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Any:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds slept before each retry."""
     seconds: list[float] = []
-    monkeypatch.setattr(reading.time, "sleep", seconds.append)
+    monkeypatch.setattr(retried_reads.time, "sleep", seconds.append)
     return seconds
 
 
@@ -85,7 +85,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]
             raise OSError(code, os.strerror(code))
         return original(descriptor, *more)
 
-    monkeypatch.setattr(reading.os, "pread", pread)
+    monkeypatch.setattr(retried_reads.os, "pread", pread)
     return requests
 
 
@@ -125,7 +125,7 @@ def test_a_stale_handle_stays_open_for_reads_of_other_threads(tmp_path: Path, mo
         file._open = None
         return original(descriptor, *more)
 
-    monkeypatch.setattr(reading.os, "pread", stale_elsewhere)
+    monkeypatch.setattr(retried_reads.os, "pread", stale_elsewhere)
     assert file.read([(0, 7)], np.dtype(np.uint8), str).tobytes() == b"content"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(former)
@@ -134,7 +134,7 @@ def test_a_stale_handle_stays_open_for_reads_of_other_threads(tmp_path: Path, mo
 def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     side, original = IndexedTokens(write(tmp_path / "side", DOCUMENTS)), os.pread
     monkeypatch.setattr(
-        reading.os, "pread", lambda descriptor, size, offset: original(descriptor, min(size, 7), offset)
+        retried_reads.os, "pread", lambda descriptor, size, offset: original(descriptor, min(size, 7), offset)
     )
     assert side.read_all().tolist() == [token for document in DOCUMENTS for token in document]
 
@@ -179,7 +179,7 @@ def test_opening_is_retried(tmp_path: Path, waits: list[float], monkeypatch: pyt
             raise OSError(errno.ESTALE, "Stale file handle", str(arguments[0]))
         return opened(*arguments)
 
-    monkeypatch.setattr(reading.os, "open", opens)
+    monkeypatch.setattr(retried_reads.os, "open", opens)
     assert len(IndexedTokens(tmp_path / "text")) == 20 and waits == [0.25]
 
 
@@ -209,4 +209,4 @@ def test_waits_double_up_to_a_limit(waits: list[float]) -> None:
 def test_reading_works_on_systems_without_some_of_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS has no EREMOTEIO."""
     monkeypatch.delattr(errno, "EREMOTEIO")
-    assert reading.TRANSIENT_ERRORS - runpy.run_path(reading.__file__)["TRANSIENT_ERRORS"] == {121}
+    assert retried_reads.TRANSIENT_ERRORS - runpy.run_path(retried_reads.__file__)["TRANSIENT_ERRORS"] == {121}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from token_files import EOD, write, write_random
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig
@@ -42,7 +43,7 @@ def fill(prefix: Path, **options: Any) -> FillInMiddleConfig:
 
 
 def build(config: BlendConfig, length: int = 32, rows: int | None = 400) -> Any:
-    assert not config.problems()
+    assert not problems_of(config)
     return config.build(tokenizer=Letters(), schema=text_schema(length, 103), rows=Rows(rows), seed=3).train
 
 
@@ -137,7 +138,7 @@ def test_fragments_are_reordered_separately(tmp_path: Path) -> None:
                            ({"isolate_documents": True}, "isolate_documents")],
 )  # fmt: skip
 def test_invalid_settings(options: dict[str, Any], setting: str) -> None:
-    assert [problem.setting for problem in FillInMiddleConfig(paths=("a",), **options).problems()] == [setting]
+    assert [problem.setting for problem in problems_of(FillInMiddleConfig(paths=("a",), **options))] == [setting]
 
 
 def test_a_token_that_the_tokenizer_lacks(prefix: Path) -> None:

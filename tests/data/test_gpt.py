@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from token_files import EOD, tokenizer, write, write_random
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.preprocessing.preprocessing import preprocess_text
 from megajax.data.rows.splits import Rows
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.smoke
 
 def build(prefix: Path, length: int, rows: Rows, tokens: Any = None, **options: Any) -> Any:
     config = BlendConfig(paths=(str(prefix),), cache_dir=str(prefix.parent / "cache"), **options)
-    assert not config.problems()
+    assert not problems_of(config)
     return config.build(tokenizer=tokens or tokenizer(), schema=text_schema(length, 2**31), rows=rows, seed=3)
 
 

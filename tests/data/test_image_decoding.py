@@ -12,6 +12,7 @@ from image_files import gradient
 from PIL import Image, ImageOps
 
 from megajax.config import optional_packages as missing
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
@@ -191,10 +192,10 @@ def test_colours() -> None:
 
 def test_problems_of_the_settings() -> None:
     invalid = [
-        (AugmentConfig(area=(0.5, 0.2), ratio=(0.0, 1.0), flip=2, colour=-1), ["area", "ratio", "flip", "colour"]),
-        (ClassFoldersConfig(path="x", mixup=-1, centre=0, maximum_pixels=0), ["maximum_pixels", "mixup", "centre"]),
+        (AugmentConfig(area=(0.5, 0.2), ratio=(0.0, 1.0), flip=2, colour=-1), ["flip", "colour", "area", "ratio"]),
+        (ClassFoldersConfig(path="x", mixup=-1, centre=0, maximum_pixels=0), ["maximum_pixels", "centre", "mixup"]),
         (ClassFoldersConfig(path="x", split="a"), ["split"]),
-        (MaskFoldersConfig(path="x", classes=256, split=""), ["classes", "split"]),
+        (MaskFoldersConfig(path="x", classes=256, split=""), ["split", "classes"]),
     ]
     for config, places in invalid:
-        assert [problem.setting for problem in config.problems()] == places
+        assert [problem.setting for problem in problems_of(config)] == places

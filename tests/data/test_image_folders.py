@@ -9,6 +9,7 @@ import pytest
 from image_files import COLOURS, class_folders, gradient, mask_schema, plain, saved, schema
 from PIL import Image
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.rows.loader import read_rows
@@ -19,7 +20,7 @@ ONE_PASS = Rows(None)
 
 def classes(path: Path, rows: Rows = ONE_PASS, seed: int = 1, reads: Any = None, **options: Any) -> Any:
     config = ClassFoldersConfig(path=str(path), **options)
-    assert not config.problems()
+    assert not problems_of(config)
     return config.build(tokenizer=None, schema=reads or schema(), rows=rows, seed=seed)
 
 
@@ -171,7 +172,7 @@ def test_a_path_that_is_not_a_folder(tmp_path: Path) -> None:
 
 def masks(path: Path, rows: Rows = ONE_PASS, **options: Any) -> Any:
     config = MaskFoldersConfig(path=str(path), **options)
-    assert not config.problems()
+    assert not problems_of(config)
     return config.build(tokenizer=None, schema=mask_schema(), rows=rows, seed=1)
 
 

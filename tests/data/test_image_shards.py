@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from image_files import gradient, schema
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.images import shards as image_shards
 from megajax.data.images.config import ImageShardsConfig
@@ -52,7 +53,7 @@ def shards(folder: Path, counts: tuple[int, ...] = (4, 5, 6)) -> str:
 
 def build(folder: Path, rows: Rows = Rows(None, 0, 0), classes: int = 3, **options: Any) -> Any:  # noqa: B008
     config = ImageShardsConfig(cache_dir=str(folder / "cache"), **options)
-    assert not config.problems()
+    assert not problems_of(config)
     return config.build(tokenizer=None, schema=schema(classes=classes), rows=rows, seed=1)
 
 
@@ -223,7 +224,7 @@ def test_a_tar_file_that_is_truncated_after_it_was_indexed(tmp_path: Path) -> No
 
 
 def test_incompatible_settings() -> None:
-    assert [p.setting for p in ImageShardsConfig().problems()] == ["paths"]
+    assert [p.setting for p in problems_of(ImageShardsConfig())] == ["paths"]
     config = ImageShardsConfig(paths=("a",), valid_paths=("b",))
-    assert "valid_paths" in config.problems()[0].message
-    assert np.all([not ImageShardsConfig(**{name: ("a",)}).problems() for name in ("paths", "train_paths")])
+    assert "valid_paths" in problems_of(config)[0].message
+    assert np.all([not problems_of(ImageShardsConfig(**{name: ("a",)})) for name in ("paths", "train_paths")])

@@ -11,6 +11,7 @@ import pytest
 from image_files import gradient, plain, saved
 
 from megajax.batch import Leaf, Patches, Placeholder
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.images.config import ImageTextConfig, MockCaptionsConfig
 from megajax.data.images.decoding import ArrayPicture
@@ -33,7 +34,7 @@ def schema(
 
 
 def build(config: Any, rows: Rows | None = None, tokenizer: Any = None, **shape: int) -> Any:
-    assert not config.problems()
+    assert not problems_of(config)
     tokenizer = tokenizer or ByteTokenizerConfig().build()
     return config.build(tokenizer=tokenizer, schema=schema(**shape), rows=rows or Rows(None), seed=1)
 
@@ -331,7 +332,7 @@ def test_several_shapes_of_any_size() -> None:
 
 def test_settings() -> None:
     config = ImageTextConfig(tiles=0, marker="")
-    assert [problem.setting for problem in config.problems()] == ["tiles", "paths", "marker"]
+    assert [problem.setting for problem in problems_of(config)] == ["tiles", "marker", "paths"]
 
 
 def test_training_needs_its_own_files_where_splits_have_files(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from gangs import children
 from waiting import wait_until
 
 from megajax.config.errors import UserError
-from megajax.mesh.processes.worker_pools import WorkerDied
+from megajax.processes.worker_pools import WorkerDied
 from megajax.storage.atomic_folders import hold
 from tests.data.text_jobs import job, lines, only_output
 

@@ -19,7 +19,7 @@ from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.loader import Loader, LocalRows, read_rows
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.decoder.config import text_schema
-from megajax.storage.reading import ReadError
+from megajax.storage.retried_reads import ReadError
 
 pytestmark = pytest.mark.smoke
 

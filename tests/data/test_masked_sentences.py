@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSentencesConfig
 from megajax.data.masked.sample_map import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
@@ -41,7 +42,7 @@ def corpus(draw, documents=40):
 
 def build(prefix, cache, length=48, rows=100, seed=3, pieces=None, **options):
     config = MaskedSentencesConfig(paths=(prefix,), split="1", cache_dir=str(cache), **options)
-    assert not config.problems()
+    assert not problems_of(config)
     schema = text_schema(length, VOCABULARY)
     return config.build(tokenizer=pieces or tokenizer(), schema=schema, rows=Rows(rows), seed=seed).train
 
@@ -242,5 +243,5 @@ def test_settings_are_checked():
         paths=("a",), mask_probability=1, short_probability=2, largest_ngram=0, geometric=True, longer_ngrams=True
     )
     fields = ["mask_probability", "short_probability", "largest_ngram", "longer_ngrams"]
-    assert [problem.setting for problem in config.problems()] == fields
-    assert not BlendConfig(paths=("a",)).problems()
+    assert [problem.setting for problem in problems_of(config)] == fields
+    assert not problems_of(BlendConfig(paths=("a",)))

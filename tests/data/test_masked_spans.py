@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.batch import Leaf
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSpansConfig
 from megajax.data.masked.spans import with_sentinels
@@ -34,7 +35,7 @@ def prefix(tmp_path):
 
 def build(prefix, encoder=48, decoder=30, pieces=None, **options):
     config = MaskedSpansConfig(paths=(prefix,), split="1", cache_dir=f"{prefix}-cache", **options)
-    assert not config.problems()
+    assert not problems_of(config)
     leaves = {"encoder_tokens": encoder, "tokens": decoder}
     schema = {name: Leaf("int32", (length,), ("seq",)) for name, length in leaves.items()}
     return config.build(tokenizer=pieces or tokenizer(), schema=schema, rows=Rows(100), seed=3).train

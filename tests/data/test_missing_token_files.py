@@ -1,10 +1,11 @@
 """Missing token files: the error names them and the command that writes them."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
-from megajax.config import UserError
+from megajax.config import UserError, load
 from megajax.data.masked.config import MaskedSentencesConfig, PairsConfig
 from megajax.data.preprocessing.missing_token_files import demand_files
 from megajax.data.preprocessing.options import parse, tokenizer_options
@@ -44,6 +45,54 @@ def test_files_of_sentences_are_written_by_another_option(tmp_path):
     text = refusal(MaskedSentencesConfig(paths=(f"{tmp_path}/a_text_sentence",)), tokenizer)
     command = f"--output-prefix {tmp_path}/a --tokenizer=wordpiece --vocab-file={tmp_path}/vocab.txt --split-sentences"
     assert command in text and f"tokenizer: no such file: {tmp_path}/vocab.txt" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "data", "flags", "prefix", "stream"),
+    [
+        ("c.txt", "a", BlendConfig, "--append-eod", "data/c_text_document", ""),
+        (
+            "c.jsonl",
+            '{"n": 1, "body": "a"}',
+            BlendConfig,
+            "--json-keys=body --append-eod",
+            "data/c_body_document",
+            "body",
+        ),
+        ("c.jsonl", '{"text": "a"}', MaskedSentencesConfig, "--split-sentences", "data/c_text_sentence", ""),
+        ("c.parquet", "PAR1", BlendConfig, "--append-eod", "data/c_text_document", "text"),
+        ("folder", None, BlendConfig, "--append-eod", "data/folder_text_document", ""),
+        ("gone.txt", None, BlendConfig, "--append-eod", "data/gone_text_document", ""),
+    ],
+)
+def test_text_is_to_be_preprocessed(tmp_path, monkeypatch, name, content, data, flags, prefix, stream):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    if content is not None:
+        Path(name).write_text(content)
+    text = refusal(data(paths=(name,)), ByteTokenizerConfig())
+    stem = name.partition(".")[0]
+    command = f"python -m megajax.preprocess --input {name} --output-prefix data/{stem} --tokenizer=byte {flags}"
+    assert f"data.paths={name} is text" in text and command in text and f"--data.paths={prefix}" in text
+    parse(shlex.split(command)[3:])
+    assert ("StreamConfig" in text, "--data.text=body" in text) == (stream != "", stream == "body")
+
+
+def test_conversations_are_no_text_to_preprocess(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"messages": []}')
+    assert "--data.type=ChatConfig" in refusal(BlendConfig(paths=(f"{tmp_path}/c.jsonl",)), ByteTokenizerConfig())
+
+
+def test_a_missing_model_says_the_command_that_gets_it(tmp_path, monkeypatch):
+    """The command is that in the first lines of the config, or has a placeholder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    cfg = load("sft.py")
+    command = "hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct"
+    assert command in refusal(cfg.data, cfg.tokenizer)
+    for path, files in (("models/New", "New --local-dir models/New"), ("data/a.json", "NAME a.json --local-dir data")):
+        text = refusal(MockConfig(), HuggingFaceTokenizerConfig(path=path))
+        assert f"hf download ORGANIZATION/{files}" in text
 
 
 def test_only_missing_files_are_named(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from small_jobs import model
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.chat.config import PreferencesConfig
 from megajax.data.chat.preferences import Judged, mismatched, nearest
@@ -26,7 +27,7 @@ def splits(path: Path, lines: list[Any], length: int = 64, objective: Any = None
     write(path, lines)
     options = {"paths": (str(path),), "split": "1", "cache_dir": f"{path}-cache"} | options
     config = PreferencesConfig(**options)
-    assert not config.problems()
+    assert not problems_of(config)
     schema = text_schema(length, 257) | (objective or ORPOConfig()).leaves(length)
     return config.build(tokenizer=ByteTokenizerConfig().build(), schema=schema, rows=Rows(None), seed=3)
 

@@ -22,7 +22,7 @@ from megajax.config.errors import UserError
 from megajax.data import progress_line
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess, preprocess_text
-from megajax.data.preprocessing.report import Counts, Progress
+from megajax.data.preprocessing.report import DocumentCounts, PreprocessingProgress
 from megajax.data.preprocessing.text_files import (
     Chunk,
     EachLine,
@@ -45,7 +45,7 @@ def test_an_empty_document_is_only_a_boundary(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": ""}, {"text": "c"}, {"text": ""}])
     result = preprocess(job(tmp_path, source))
     assert read(result.prefixes[0]) == [[[97, 98, EOD]], [], [[99, EOD]], []]
-    assert result.counts == Counts(stored=source.stat().st_size, text=3, documents=4, empty=2, tokens=5)
+    assert result.counts == DocumentCounts(stored=source.stat().st_size, text=3, documents=4, empty=2, tokens=5)
     preprocess(job(tmp_path, source, append_eod=False, overwrite=True))
     assert read(result.prefixes[0]) == [[[97, 98]], [], [[99]], []]
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
@@ -80,7 +80,7 @@ def test_in_one_process_from_any_iterable(tmp_path):
     tokenizer = ByteTokenizerConfig().build()
     counts = preprocess_text(iter(["ab", "", b"\xff"]), tmp_path / "x", tokenizer, append_eod=True)
     assert read(tmp_path / "x") == [[[97, 98, EOD]], [], [[255, EOD]]]
-    assert counts == Counts(text=3, documents=3, empty=1, tokens=5)
+    assert counts == DocumentCounts(text=3, documents=3, empty=1, tokens=5)
 
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(65499, 2), (65500, 4)])
@@ -309,7 +309,7 @@ def test_progress_of_files_that_are_indexed(monkeypatch, stream):
     now = [100.0]
     monkeypatch.setattr(progress_line.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(progress_line.sys, "stderr", stream)
-    shown = progress_line.Progress("images", "listing x")
+    shown = progress_line.FileProgress("images", "listing x")
     for second in range(30):
         now[0] = 100.0 + second
         shown(second * 1000, second / 30)
@@ -326,9 +326,9 @@ def test_progress_of_files_that_are_indexed(monkeypatch, stream):
 def test_progress_of_preprocessing(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    counts = Counts(stored=25_000_000, text=20_000_000, documents=1200, tokens=1)
+    counts = DocumentCounts(stored=25_000_000, text=20_000_000, documents=1200, tokens=1)
     plain, live = io.StringIO(), Terminal()
-    reports = Progress(plain, 10.0), Progress(live, 10.0)
+    reports = PreprocessingProgress(plain, 10.0), PreprocessingProgress(live, 10.0)
     for now[0] in (0.05, 5.0, 10.0, 12.0):
         for report in reports:
             report(counts, 100_000_000)

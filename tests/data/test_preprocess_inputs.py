@@ -14,15 +14,15 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits, OverBudget
-from megajax.data.chat import files as chats
+from megajax.data.chat import tokenized_conversations as chats
 from megajax.data.language_benchmarks import features
 from megajax.data.preprocessing import text_formats
 from megajax.data.preprocessing.options import parse
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.preprocessing.text_files import EachLine, EachParagraph, MarkedLines, WholeFile, find_files
 from megajax.data.preprocessing.text_formats import format_of, partitions
-from megajax.inference.prompts import read_prompts
-from megajax.tasks.read_jsonl import read_text
+from megajax.inference.prompt_and_answer_files import read_prompts
+from megajax.storage.local_copies import read_text
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import NullTokenizerConfig
 from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts

@@ -11,17 +11,17 @@ from object_stores import faulty, serving
 from test_streams import TEXTS, rows_of, write
 
 from megajax.config.errors import UserError
-from megajax.data.chat.files import _lines
+from megajax.data.chat.tokenized_conversations import _lines
 from megajax.data.checksum import full_checksums, group_files, sample_checksums
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.preprocessing.text_files import find_files, open_text
-from megajax.interop.formats import local_name
+from megajax.interop.weights.formats import local_name
 from megajax.storage import local_copies, ranged_files, stores
 from megajax.storage.local_copies import local_file, local_folder
 from megajax.storage.ranged_files import BlockCache
-from megajax.storage.reading import ChangedFile
+from megajax.storage.retried_reads import ChangedFile
 from megajax.storage.stores import open_store
-from megajax.tasks.command import parse_tasks
+from megajax.tasks.evaluate_command import parse_tasks
 from megajax.tasks.read_jsonl import read_lines
 from tests.data.text_jobs import content, job
 

@@ -8,6 +8,7 @@ import pytest
 from object_stores import faulty, serving
 from token_files import write
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.masked.config import PairsConfig
 from megajax.data.rows.splits import Rows
@@ -18,7 +19,7 @@ from megajax.models.decoder.config import text_schema
 from megajax.storage import ranged_files, stores
 from megajax.storage.disk import write_whole
 from megajax.storage.ranged_files import BlockCache
-from megajax.storage.reading import ChangedFile
+from megajax.storage.retried_reads import ChangedFile
 from megajax.tokenizers.config import NullTokenizerConfig
 
 DOCUMENTS = [
@@ -76,7 +77,7 @@ def test_rows_of_a_blend_are_those_of_files(bucket: str, tmp_path: Path) -> None
         data = BlendConfig(
             paths=("0.7", path, "0.3", str(tmp_path / "other")), split="1,0,0", cache_dir=str(tmp_path / cache)
         )
-        assert data.problems() == []
+        assert problems_of(data) == []
         tokenizer = NullTokenizerConfig(vocabulary_size=70000).build()
         splits = data.build(tokenizer=tokenizer, schema=text_schema(32, 2**31), rows=Rows(100), seed=1)
         assert splits.train is not None

@@ -19,7 +19,7 @@ from megajax.batch import Leaf
 from megajax.config import read_limits
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits
-from megajax.data.chat.files import BadLine, json_object
+from megajax.data.chat.tokenized_conversations import BadLine, json_object
 from megajax.data.configs import StreamConfig
 from megajax.data.preprocessing import text_formats
 from megajax.data.rows.splits import Rows
@@ -102,8 +102,8 @@ def test_a_mixture_has_its_weights_and_resumes_anywhere(file: Path, tmp_path: Pa
     assert abs(counts[0] - 1000) <= 4  # a row of each lane
     places = {whole.place(row) for row in range(4000)}
     assert len(places) == 4000  # no row is read twice
-    read, texts = [], files.Documents.texts
-    monkeypatch.setattr(files.Documents, "texts", lambda self, place: read.append(place) or texts(self, place))
+    read, texts = [], files.StreamDocuments.texts
+    monkeypatch.setattr(files.StreamDocuments, "texts", lambda self, place: read.append(place) or texts(self, place))
     for processes, keep in ((1, True), (2, True), (3, False)):
         if not keep:
             shutil.rmtree(cache)
@@ -119,10 +119,14 @@ def test_a_mixture_has_its_weights_and_resumes_anywhere(file: Path, tmp_path: Pa
 def test_a_read_that_fails_is_repeated_and_long_units_are_read_as_needed(tmp_path: Path, monkeypatch) -> None:
     write(tmp_path / "a.jsonl", TEXTS)
     expected = rows_of(tmp_path / "a.jsonl", lanes=1, cache=tmp_path / "one")[3]["tokens"]
-    rows, texts, encoded = rows_of(tmp_path / "a.jsonl", lanes=1, cache=tmp_path / "two"), files.Documents.texts, []
+    rows, texts, encoded = (
+        rows_of(tmp_path / "a.jsonl", lanes=1, cache=tmp_path / "two"),
+        files.StreamDocuments.texts,
+        [],
+    )
     rows._sources[0]._tokenizer.encode_bytes = lambda text: encoded.append(text) or np.frombuffer(text, np.uint8)
     with monkeypatch.context() as patch, pytest.raises(OSError):
-        patch.setattr(files.Documents, "texts", lambda self, place: texts(self, place) and os.stat("/nowhere"))
+        patch.setattr(files.StreamDocuments, "texts", lambda self, place: texts(self, place) and os.stat("/nowhere"))
         rows[0]
     np.testing.assert_array_equal(rows[3]["tokens"], expected)
     assert len(encoded) < len(TEXTS) / 4
@@ -272,14 +276,14 @@ def test_damaged_counts_are_counted_again(tmp_path: Path, capsys) -> None:
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         counts.write_bytes(damaged)
-        kept = streams.Counts(counts.parent)._counts
+        kept = streams.TokenCounts(counts.parent)._counts
         assert len(kept) < len(known) and kept.items() <= known.items()
     assert "damaged or differ; their chunks are counted again" in capsys.readouterr().err
     unlikely = [[3, -90], [3, 9.5], [3, "9"], [True, 9], [3], [3, 9, 9], [-1, 9], [[3], 9]]
     lines = [checked_line(values) + b"\n" for values in unlikely] + [content + checked_line([3, known[3] + 1])]
     for line in (b"[3, -90]\n", b"[3, 90]\n", b"[3, 90, 0]\n", b"\xff\n", content[:-5], *lines):
         counts.write_bytes(line)
-        assert streams.Counts(counts.parent)._counts.items() <= known.items()
+        assert streams.TokenCounts(counts.parent)._counts.items() <= known.items()
         np.testing.assert_array_equal(rows_of(path, lanes=1, cache=cache)[299]["tokens"], expected[299])
     source = rows_of(path, lanes=1, cache=cache)
     source._sources[0].counts._counts = known | {0: known[0] + 1}  # of a file that has changed since

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.batch import Leaf
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSpansConfig, PairsConfig
 from megajax.data.preprocessing.options import parse
@@ -41,7 +42,7 @@ def prefix(tmp_path):
 
 def build(prefix, rows=ROWS, special_tokenizer=None, **settings):
     config = PairsConfig(paths=(prefix,), **{"split": "1", "cache_dir": f"{prefix}-cache", **settings})
-    assert not config.problems()
+    assert not problems_of(config)
     leaves = zip(("encoder_tokens", "tokens"), LENGTHS, strict=True)
     schema = {name: Leaf("int32", (length,), ("seq",)) for name, length in leaves}
     return config.build(tokenizer=special_tokenizer or tokenizer(), schema=schema, rows=rows, seed=3)

@@ -5,7 +5,18 @@ import re
 import numpy as np
 import pytest
 
-from megajax.display.charts import Box, LineChart, Mark, Segment, Series, Timeline, stacked_bar, thin, tick_text, ticks
+from megajax.display.charts import (
+    BarSegment,
+    Box,
+    EventMark,
+    LineChart,
+    Series,
+    TimelineChart,
+    stacked_bar,
+    thin,
+    tick_text,
+    ticks,
+)
 
 
 def test_thinning_loses_no_spike_and_no_gap() -> None:
@@ -54,7 +65,7 @@ def test_axes(values: list[float], logarithmic: bool) -> None:
 def test_charts_of_nothing_finite() -> None:
     empty = LineChart(title="t", series=[Series("a", np.arange(3), np.full(3, np.nan))], crosses=[(1, "nan")], last=3)
     assert 'class="cross"' in empty.svg()
-    assert LineChart(title="t", series=[], marks=[Mark(1, "bad", "x")]).svg()
+    assert LineChart(title="t", series=[], marks=[EventMark(1, "bad", "x")]).svg()
 
 
 def test_ticks() -> None:
@@ -77,17 +88,17 @@ def test_numbers_of_devices_are_ticks_of_a_logarithmic_axis() -> None:
 
 
 def test_a_stacked_bar_is_to_scale() -> None:
-    segments = [Segment("weights", 30.0, "30 GiB", "weights"), Segment("a & b", 10.0, "10 GiB", "state")]
+    segments = [BarSegment("weights", 30.0, "30 GiB", "weights"), BarSegment("a & b", 10.0, "10 GiB", "state")]
     picture = stacked_bar(segments, limit=(80.0, "limit"), width=804)
     assert [float(width) for width in re.findall(r'width="([\d.]+)" height="38"', picture)] == [300, 100]
     assert 'x1="802.0"' in picture and "a &amp; b <b>10 GiB</b>" in picture
-    assert stacked_bar([Segment("nothing", 0.0, "0", "state")])
+    assert stacked_bar([BarSegment("nothing", 0.0, "0", "state")])
 
 
 def test_a_timeline_is_to_scale() -> None:
     boxes = {"forward": [Box(0, 0.0, 1.0), Box(1, 1.0, 1.0)], "backward": [Box(1, 2.0, 2.0)]}
     names = {"forward": "forward", "backward": "backward"}
-    timeline = Timeline(rows=["stage 0", "stage 1"], boxes=boxes, end=4.0, names=names, breaks=[(2.0, "3 more")])
+    timeline = TimelineChart(rows=["stage 0", "stage 1"], boxes=boxes, end=4.0, names=names, breaks=[(2.0, "3 more")])
     picture = timeline.svg(width=486)
     assert '<path class="forward" d="M74.00 27h100.00v24h-100.00zM174.00 53h100.00v24h-100.00z">' in picture
     assert '<path class="backward" d="M274.00 53h200.00v24h-200.00z">' in picture

@@ -106,9 +106,9 @@ def _images(folder: Path) -> None:
 
 
 def _megatron_checkpoint(folder: Path) -> None:
-    from megajax.checkpoint.weights.foreign import declared_by
     from megajax.config import load
     from megajax.interop.megatron.checkpoints.format import write_model
+    from megajax.interop.weights.foreign import declared_by
     from tests.interop.hugging_face_folders import random_weights
 
     model = load("gpt2.py:debug").model

@@ -15,8 +15,8 @@ import pytest
 
 from megajax import plan
 from megajax.command_line.parser import parse
+from megajax.planning.resolve import resolve
 from megajax.train import COMMON, FLAGS
-from megajax.training.resolved import resolve
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, without_runner
 from tests.docs.prepared import PRELUDES, prepare
 
@@ -72,9 +72,9 @@ LEFT_OUT = {
     "{rank: 16, alpha: 32}": "compiles for minutes",
     "-m benchmarks program_audit": "tests/planning/test_program_audit_deviceless.py does the same",
     "--chat": "waits for a person; tests/inference has conversations",
-    "megajax.serve": "runs until a signal stops it; tests/inference/server runs it",
-    "curl ": "needs a server; tests/inference/server asks one",
-    "-m benchmarks serving_load": "needs a server; tests/inference/server starts one",
+    "megajax.serve": "runs until a signal stops it; tests/server runs it",
+    "curl ": "needs a server; tests/server asks one",
+    "-m benchmarks serving_load": "needs a server; tests/server starts one",
 }
 """Words of the commands that do not run here, with the reason."""
 

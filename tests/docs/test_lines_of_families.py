@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from megajax.config.files import SHIPPED
+from megajax.config.config_files import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 FAMILIES, PRESETS = "megajax.interop.huggingface.families", "megajax.models.presets"
 PLACES = {
     "llama4_text": ("llama4", "llama4", "llama4"),
     "kimi_linear": ("hybrids.kimi_linear", "hybrids.linear_attention", "kimi_linear"),
-    "falcon_h1": ("hybrids.falcon_h1", "hybrids.falcon_h1", "falcon_h1"),
+    "falcon_h1": ("hybrids.falcon_h1", "hybrids.mamba_models", "falcon_h1"),
     "lfm2, lfm2_moe": ("hybrids.lfm2", "hybrids.lfm2", "lfm2"),
     "minimax": ("hybrids.minimax", "hybrids.linear_attention", "minimax"),
     "minimax_m2": ("experts.mixtures", "hybrids.linear_attention", "minimax_m2"),
     "qwen3_next": ("qwen3_next", "qwen", "qwen3_next"),
     "qwen3_5_text, qwen3_5_moe_text": ("qwen3_next", "qwen", "qwen3_5"),
-    "nemotron_h": ("hybrids.nemotron_h", "hybrids.mamba", "nemotron3"),
+    "nemotron_h": ("hybrids.nemotron_h", "hybrids.mamba_models", "nemotron3"),
     "granitemoehybrid": ("hybrids.granite_hybrid", "granite", "granite4"),
     "deepseek_v3": ("deepseek", "deepseek", "deepseek"),
     "glm4_moe": ("experts.mixtures", "glm", "glm4_moe"),

@@ -17,7 +17,7 @@ from tests.docs.test_commands import commands_of, file_of
 RELIABILITY, SILENT_BUGS = ROOT / "docs/reliability.md", ROOT / "docs/silent_bugs.md"
 ELSEWHERE = ("--devices", "--resilience.exit_after_steps")
 """Flags by which commands differ that may go on with each other's run."""
-WRITERS = {"event", "_event", "_record_event", "_append", "append_event"}
+WRITERS = {"event", "_event", "_record_event", "_append", "append_event", "record", "_record", "record_failure"}
 """Functions that write events."""
 FAULTS = [f"F{number:02d}" for number in range(1, 45)]
 VERDICTS = {"holds", "in part"}

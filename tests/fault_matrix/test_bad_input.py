@@ -12,8 +12,8 @@ from megajax.command_line.parser import parse
 from megajax.config.errors import UserError
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.job import train
+from megajax.job.notebook import set_up
 from megajax.models.decoder.config import text_schema
-from megajax.training.session import setup
 
 BASE = ["--config=llama3.py:debug", "--devices=cpu:8"]
 
@@ -30,8 +30,8 @@ WRONG = {
     "two warm-ups": (["--schedule.warmup_samples=5"], ["warmup_samples and warmup_fraction"]),
     "optimizer": (["--optimizer.beta2=1.5"], ["beta2", "1.5"]),
     "dropout": (["--model.dropout=-1"], ["model.dropout", "-1"]),
-    "ffn": (["--model.stack.pattern.0.mlp.ffn=0"], ["mlp.ffn", "above 0"]),
-    "heads of nothing": (["--model.stack.pattern.0.mixer.heads=0"], ["mixer.heads", "above 0"]),
+    "ffn": (["--model.stack.pattern.0.mlp.ffn=0"], ["mlp.ffn", "at least 1"]),
+    "heads of nothing": (["--model.stack.pattern.0.mixer.heads=0"], ["mixer.heads", "at least 1"]),
     "epsilon": (["--optimizer.epsilon=0"], ["optimizer.epsilon", "above 0"]),
     "infinite": (["--schedule.lr=inf"], ["schedule.lr", "inf"]),
     "no folder": (["--run_dir="], ["run_dir", "empty"]),
@@ -130,7 +130,7 @@ def test_a_damaged_token_file_is_named(case: str, corpus: Path) -> None:
 def test_an_unavailable_kernel_is_an_error(tmp_path: Path) -> None:
     cfg = parse([*BASE, "--model.stack.pattern.0.mixer.kernel=cudnn"], verb="train").config
     with pytest.raises(UserError, match=r"mixer.kernel=cudnn: cuDNN's attention needs an NVIDIA GPU, jax found cpu"):
-        setup(cfg)
+        set_up(cfg)
 
 
 def test_evaluating_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:

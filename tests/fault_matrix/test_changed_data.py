@@ -21,9 +21,9 @@ from megajax.data.rows.row_source import index_files_of
 from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.job.start import data_files
+from megajax.job.start import equal_inputs
 from megajax.job.start import resume as resuming
-from megajax.job.start.data_files import DataFiles
+from megajax.job.start.equal_inputs import DataFiles
 from megajax.job.start.resume import Resume
 from megajax.models.decoder.config import text_schema
 from megajax.optim.config import ScheduleConfig
@@ -172,8 +172,8 @@ def test_the_processes_of_a_host_divide_the_cached_indices(monkeypatch: pytest.M
         threading.current_thread().name = str(peers.index)
         DataFiles(verify=True)._verify_indices(peers, [*names, names[0]])
 
-    monkeypatch.setattr(data_files, "machine_name", lambda: hosts[int(threading.current_thread().name)])
-    monkeypatch.setattr(data_files, "verify", lambda file: checked[int(threading.current_thread().name)].append(file))
+    monkeypatch.setattr(equal_inputs, "machine_name", lambda: hosts[int(threading.current_thread().name)])
+    monkeypatch.setattr(equal_inputs, "verify", lambda file: checked[int(threading.current_thread().name)].append(file))
     together(3, verify_share)
     assert checked == [names[::2], names, names[1::2]]
 

@@ -14,9 +14,9 @@ from run_folder import events
 
 from megajax.faults.activity import Activity
 from megajax.faults.beats import BEATS, Beat
+from megajax.faults.pulse import Pulse
 from megajax.job import job
-from megajax.job.faults.hang import Pulse
-from megajax.mesh.xla_options import XlaConfig
+from megajax.processes.xla_options import XlaConfig
 
 TRAIN = (sys.executable, Path(__file__).with_name("train_that_hangs.py"))
 

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from gangs import REPOSITORY
 
-from megajax.checkpoint.integrity import Damaged, read_manifest
-from megajax.checkpoint.local.shard_files import LocalSet
+from megajax.checkpoint.local.shard_set import LocalSet
+from megajax.checkpoint.manifest import Damaged, read_manifest
 from megajax.config.errors import UserError
 from megajax.config.yaml_and_json import parse
-from megajax.interop.huggingface.folder import read_config
-from megajax.interop.huggingface.safetensors import SafetensorsFolder
-from megajax.interop.origin import folder_stop_tokens
+from megajax.interop.huggingface.folder import model_of
 from megajax.interop.peft.settings import read_settings
+from megajax.interop.weights.safetensors import SafetensorsFolder
 from megajax.storage.index_cache import load_or_build
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.tokenizers.folder import FolderTokens
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 READERS = {("np", "load"), ("numpy", "load"), ("torch", "load"), ("pandas", "read_pickle")}
@@ -81,11 +81,11 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 READERS_OF_JSON: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "a model's config": ("config.json", read_config),
+    "a model's config": ("config.json", model_of),
     "an index of safetensors": ("model.safetensors.index.json", SafetensorsFolder),
     "an adapter's settings": ("adapter_config.json", lambda folder: read_settings(folder / "adapter_config.json")),
     "a manifest": ("manifest.json", read_manifest),
-    "a set of a local checkpoint": ("set.json", LocalSet.open),
+    "a set of a local checkpoint": ("manifest.json", LocalSet.open),
     "a tokenizer": (
         "tokenizer.json",
         lambda folder: HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json")).build(),
@@ -123,4 +123,4 @@ def test_readers_of_json_do_not_wait_for_a_pipe(kind: str, tmp_path: Path) -> No
 
 def test_unreadable_optional_settings_count_as_absent(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_bytes(HOSTILE["lists in lists"])
-    assert folder_stop_tokens(tmp_path) == frozenset()
+    assert FolderTokens(tmp_path).ends == frozenset()

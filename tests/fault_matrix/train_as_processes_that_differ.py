@@ -13,11 +13,11 @@ from jax._src import compiler
 from jax._src.lib.mlir import ir
 
 from megajax.checkpoint.background_saves import SaveReport
-from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local.local_checkpoints import LocalCheckpoints
 from megajax.command_line.parser import front_door
 from megajax.faults.signals import Signals
 from megajax.job import ending
-from megajax.mesh.processes.world import process_index
+from megajax.processes.world import process_index
 from megajax.train import main
 
 if __name__ == "__main__":

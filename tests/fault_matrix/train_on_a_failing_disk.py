@@ -6,9 +6,9 @@ from itertools import count
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # Before the checkpoint manager imports jax.
 
-from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.command_line.parser import front_door
-from megajax.mesh.processes.world import process_index
+from megajax.processes.world import process_index
 from megajax.train import main
 
 if __name__ == "__main__":

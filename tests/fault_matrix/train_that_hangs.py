@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from megajax.command_line.parser import front_door
-from megajax.mesh.processes.world import process_index
+from megajax.processes.world import process_index
 from megajax.train import main
 
 

@@ -26,11 +26,12 @@ except BlockingIOError:
 """
 
 HANGS = """
-from megajax.job.faults.hang import Pulse
+from megajax.faults.pulse import Pulse
 from megajax.faults.activity import Activity
 from megajax.faults.watchdog import WatchdogConfig
+from megajax.metrics.event_log import EventLog
 pulse = Pulse(folder, Activity(), WatchdogConfig(step=0.5, compile=0.5))
-pulse.events = folder / "events.jsonl"
+pulse.record = EventLog(folder / "events.jsonl").append
 with pulse, pulse.activity.phase("step", 7):
     time.sleep(600)
 """
@@ -62,7 +63,9 @@ def child(tmp_path: Path):
 
 def test_a_hang_leaves_its_stacks_an_event_and_a_last_beat(tmp_path, child):
     assert child(HANGS).wait(120) == 124
-    (event,) = events(tmp_path)
+    event, end = events(tmp_path)
+    assert (end["event"], end["code"], end["by"]) == ("attempt_end", 124, "process")
+    assert end["text"].startswith("hang in step 7 for ")
     assert (event["event"], event["phase"], event["exit_code"]) == ("hang", "step", 124)
     assert "thread MainThread" in Path(event["stacks"]).read_text()
     beat = Beat.read(tmp_path, 0)

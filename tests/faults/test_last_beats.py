@@ -16,8 +16,9 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.faults.activity import STACKS_FOLDER, Activity
 from megajax.faults.beats import BEATS, Beat, failures_reported, last_beat
 from megajax.faults.peer_status import LostPeer, Verdict
+from megajax.faults.pulse import Pulse
 from megajax.faults.signals import Signals
-from megajax.job.faults.hang import Pulse
+from megajax.metrics.event_log import EventLog
 
 
 class Wrong(UserError):
@@ -84,7 +85,7 @@ def test_beats_state_the_main_thread_s_activity_and_end_with_the_last_one(beats:
 
 def test_the_first_beat_is_written_at_once(beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher knows of a process that stops in its first second."""
-    monkeypatch.setattr("megajax.job.faults.hang.TICK_SECONDS", 1e6)
+    monkeypatch.setattr("megajax.faults.pulse.TICK_SECONDS", 1e6)
     with Pulse(tmp_path, Activity()):
         assert wait_until(lambda: Beat.read(beats, 0) is not None)
 
@@ -97,12 +98,13 @@ def test_a_lost_process_is_recorded_once_by_the_launcher_if_there_is_one(
     for launcher in (str(beats), ""):
         monkeypatch.setenv(BEATS, launcher)
         pulse = Pulse(tmp_path, Activity())
-        pulse.events = events
-        monkeypatch.setattr("megajax.job.faults.hang.lost_peer", lambda *_: (LostPeer("lost"), verdict))
+        pulse.record = EventLog(events).append
+        monkeypatch.setattr("megajax.faults.pulse.lost_peer", lambda *_: (LostPeer("lost"), verdict))
         pulse.failed(error)
         assert events.exists() == (not launcher)
-    (line,) = events.read_text().splitlines()
-    assert json.loads(line)["event"] == "lost" and json.loads(line)["process"] == 1
+    lost, end = map(json.loads, events.read_text().splitlines())
+    assert lost["event"] == "lost" and lost["process"] == 1
+    assert (end["event"], end["code"], end["text"]) == ("attempt_end", 1, "process 1 no longer runs")
 
 
 def test_no_launcher_no_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,20 @@ open("done", "w").write("whole")
 """
 
 
+def test_lines_of_compiled_code_are_dropped_by_their_beginning(tmp_path):
+    """Those of this program stay, and none is lost when it ends without leaving Python's frames."""
+    script = (
+        "import os, sys, time; from megajax.faults import unfailing_output as o; o.keep_writing(); o.drop_lines(b'[G')"
+    )
+    script += (
+        "; os.write(1, b'[Gloo] a\\nother\\n[Gloo] b\\n'); time.sleep(0.5); print('ours', sys.stdout.fileno() > 2)"
+    )
+    script += "; sys.stdout.flush(); os._exit(3)"
+    environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("other\nours True\n", 3), done.stderr
+
+
 def run(tmp_path: Path, shell: str, *, wait: bool = False) -> subprocess.CompletedProcess:
     script = tmp_path / "prints.py"
     script.write_text(PRINTS.format(wait=wait))

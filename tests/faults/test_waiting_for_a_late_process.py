@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megajax.faults import pulse as hang
 from megajax.faults.activity import Activity
 from megajax.faults.peer_status import Verdict
+from megajax.faults.pulse import Pulse
 from megajax.faults.watchdog import WatchdogConfig
-from megajax.job.faults import hang
-from megajax.job.faults.hang import Pulse
 
 LATE = Verdict(1, "process 1 has been saving step 6 for 1 s", patience=0.6)
 SAID = Verdict(1, "process 1 failed: it hangs", reported=True)

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import pytest
 
-from megajax.compiled.hlo import Collective, read
 from megajax.config import load
+from megajax.job.notebook import prepare
 from megajax.mesh.config import ParallelConfig
+from megajax.planning.compiled.hlo import Collective, read
 from megajax.training.config import BatchConfig
-from megajax.training.session import Parts, prepare
+from megajax.training.session import Parts
 
 LAYOUTS = {
     "zero1": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),

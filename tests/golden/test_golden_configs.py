@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 
 from megajax.config import load
+from megajax.config.config_files import functions_of
 from megajax.config.dump import flatten, scalar_text
-from megajax.config.files import functions_of
 from megajax.layers.param import ParamSpec, specs
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.training.run_config import RunConfig
 
 FOLDER = Path(__file__).parent

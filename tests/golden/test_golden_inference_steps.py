@@ -12,10 +12,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from test_golden_collectives import counts
 
-from megajax.compiled import gpus as devices
-from megajax.compiled.audit import audit
-from megajax.compiled.gpus import GPUS, Cluster
-from megajax.compiled.hlo import read
 from megajax.config import load
 from megajax.inference.loaded_model import CacheSize, LoadedModel
 from megajax.inference.programs import Programs
@@ -25,10 +21,14 @@ from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
-from megajax.mesh.xla_options import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
+from megajax.mesh.sharding_rules import Plan
+from megajax.planning.compiled import devices as devices
+from megajax.planning.compiled.audit import audit
+from megajax.planning.compiled.devices import GPUS, Cluster
+from megajax.planning.compiled.hlo import read
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import servings
+from megajax.processes.xla_options import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
 from megajax.training.check_compiler_options import inference_options
 
 MIB = 2**20

@@ -2,13 +2,14 @@
 
 import random
 from collections import abc
+from concurrent.futures import Future
 from hashlib import blake2b
 from typing import NamedTuple
 
 from started_step import StandInStep
 
 from megajax.inference.request import ImageInput, Sampled, Sequence, Step, TokenScore
-from megajax.inference.scheduler import Pool, Scheduler
+from megajax.inference.scheduler import BlockPool, Scheduler
 
 
 def hashed(tokens: abc.Sequence[int], vocabulary: int, seed: int = 0) -> int:
@@ -171,6 +172,13 @@ class Known:
         return [7 if self.draw.random() < self.wrong else token for token in right]
 
 
+def at_once[T](state: T) -> Future[T]:
+    """The state of a guide that needs no time."""
+    future = Future[T]()
+    future.set_result(state)
+    return future
+
+
 def expected(prompt: abc.Sequence[int], count: int, vocabulary: int = 50, seed: int = 0) -> list[int]:
     """The answer of a row alone."""
     tokens = list(prompt)
@@ -179,7 +187,7 @@ def expected(prompt: abc.Sequence[int], count: int, vocabulary: int = 50, seed: 
     return tokens[len(prompt) :]
 
 
-def check_pool(pool: Pool, owners: abc.Sequence[int]) -> None:
+def check_pool(pool: BlockPool, owners: abc.Sequence[int]) -> None:
     """Raises AssertionError unless every block is in exactly one state. owners: counts according to the sequences."""
     assert list(owners) == pool.owners, "a block was lost, or has an owner too many"
     free = [*pool._empty, *pool._idle]

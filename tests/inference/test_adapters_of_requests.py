@@ -16,12 +16,12 @@ from test_engine import Client, demand_equal, idle, serve
 from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder
 
 from megajax.config.errors import UserError
-from megajax.inference.adapters import AdapterTable
+from megajax.inference.admission import AdapterTable
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel, layers_apart
 from megajax.inference.programs import Programs
-from megajax.inference.request import Refused
+from megajax.inference.request import RefusedRequest
 from megajax.inference.sampling.chooser import choosers
 from megajax.interop.loading import slot_values
 from megajax.layers.lora.add_adapters import AdapterSlots
@@ -39,9 +39,7 @@ class Drawn:
         draw, self.where, self.lora = np.random.default_rng(seed), f"adapter {seed}", lora
         self.declared = specs(nnx.eval_shape(lambda: replace(cfg, lora=lora).build(loaded(cfg, {}).layout)), Adapter)
         self.arrays = {path: draw.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in self.declared.items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {path: array.shape for path, array in self.arrays.items()}
+        self.shapes = {path: array.shape for path, array in self.arrays.items()}
 
     def read(self, path: str, box: Any) -> np.ndarray:
         return self.arrays[path][box]
@@ -216,7 +214,7 @@ def test_adapters_are_loaded_and_dropped_while_requests_run(
     engine.drop_adapter("a")
     with pytest.raises(UserError, match=r"no slot is free for adapter 'c': of 2 .* 1 are loaded, 1 dropped ones"):
         load(engine, "c", adapters["a"])
-    with pytest.raises(Refused, match=r"adapter 'a' is not loaded: there are \['b'\]"):
+    with pytest.raises(RefusedRequest, match=r"adapter 'a' is not loaded: there are \['b'\]"):
         engine.submit(client(PROMPT, "a").request)
     while engine.step():
         pass
@@ -255,7 +253,7 @@ def test_refusals(base: LoadedModel, slots: Programs, adapters: dict[str, Drawn]
     plain = engine_of(programs_of(base, [], blocks=4))
     with pytest.raises(UserError, match=r"no slots for adapters: set inference\.adapters"):
         load(plain, "a", adapters["a"])
-    with pytest.raises(Refused, match="'a' is not loaded"):
+    with pytest.raises(RefusedRequest, match="'a' is not loaded"):
         plain.check(client(PROMPT, "a").request)
 
 

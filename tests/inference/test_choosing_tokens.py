@@ -7,13 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.inference.sampling.choose import Drawing, Edits, Program, RowSampling, choose, keep_mask, mask_disallowed
-from megajax.inference.sampling_settings import LIMITS
+from megajax.config.bounds import rules
+from megajax.inference.sampling.choose import (
+    Choosing,
+    Drawing,
+    Edits,
+    RowSampling,
+    choose,
+    keep_mask,
+    mask_disallowed,
+)
+from megajax.inference.sampling_settings import NUMBERS
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 ROWS, IDS, SIZE, TOP = 8, 64, 61, 5
 CFG = ParallelConfig(data_sharding="replicate", sequence=False)
@@ -170,13 +179,13 @@ def draws(count: int, logits: np.ndarray, rows: RowSampling, tokens: np.ndarray)
     for number in range(count):
         seed = np.stack([np.full(ROWS, number), np.arange(ROWS)], -1).astype(np.uint32)
         first = rows._replace(drawing=rows.drawing._replace(seed=seed))
-        samples.append(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, first, tokens).token)
+        samples.append(CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, first, tokens).token)
     return np.asarray(samples)
 
 
 def test_scores_are_those_of_the_model_without_settings() -> None:
     logits, rows, tokens = everything(np.random.default_rng(3))
-    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    result = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, tokens)
     x = logits[:, :SIZE].astype(np.float64)
     logprobs = x - np.log(np.exp(x).sum(1, keepdims=True))
     token = np.asarray(result.token)
@@ -196,25 +205,25 @@ def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> 
     logits, rows, tokens = everything(np.random.default_rng(4))
     allowed = rows.edits.allowed
     rows = RowSampling(drawing(**setting), edits(allowed=allowed))
-    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    result = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, tokens)
     bits = (allowed[:, np.arange(IDS) // 32] >> (np.arange(IDS, dtype=np.uint32) % 32) & 1).astype(bool)
     greedy = np.where(bits, logits, -np.inf)[:, :SIZE].argmax(1)
     np.testing.assert_array_equal(result.token, greedy)
 
 
-@pytest.mark.parametrize("edge", ["least", "most"])
+@pytest.mark.parametrize("edge", ["at_least", "at_most"])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_the_edges_of_a_repetition_penalty_keep_ids_that_are_not_allowed_out(edge: str, temperature: float) -> None:
     logits, _, _ = everything(np.random.default_rng(8))
     allowed = np.arange(IDS)[None] == np.arange(ROWS)[:, None]
-    repetition = np.full(ROWS, getattr(LIMITS["repetition_penalty"], edge))
+    repetition = np.full(ROWS, getattr(next(rules(NUMBERS["repetition_penalty"])), edge))
     # Of every row, all ids but one are not allowed, and penalized.
     tokens = np.tile(np.arange(SIZE, dtype=np.int32), (ROWS, 1))
     rows = RowSampling(
         drawing(temperature=temperature),
         edits(allowed=mask(allowed), repetition=repetition, prompt=np.zeros(ROWS), length=np.full(ROWS, SIZE)),
     )
-    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    result = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, tokens)
     np.testing.assert_array_equal(result.token, np.arange(ROWS))
 
 
@@ -235,7 +244,7 @@ def test_seeds_and_numbers_of_tokens_change_the_draw() -> None:
     def token(seed: tuple[int, int], number: int) -> list[int]:
         settings = drawing(seed=np.full((ROWS, 2), seed), number=number)
         first = RowSampling(settings, edits())
-        return np.asarray(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, first, tokens * 0).token).tolist()
+        return np.asarray(CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, first, tokens * 0).token).tolist()
 
     every = [token((high, low), number)[0] for high in range(4) for low in range(4) for number in range(4)]
     assert len(set(every)) > 25
@@ -245,7 +254,7 @@ def test_seeds_and_numbers_of_tokens_change_the_draw() -> None:
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     generator = np.random.default_rng(6)
     first, second = everything(generator), everything(generator)
-    expected = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *first)
+    expected = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, *first)
     order = generator.permutation(ROWS)
 
     def mixed(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -254,7 +263,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         out[order[:4]] = first[:4]
         return out
 
-    among = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *jax.tree.map(mixed, first, second))
+    among = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, *jax.tree.map(mixed, first, second))
     first, second = jax.tree.map(lambda x: x[:4], expected), jax.tree.map(lambda x: x[order[:4]], among)
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
@@ -262,18 +271,18 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 def test_a_token_does_not_depend_on_the_program() -> None:
     logits, rows, tokens = everything(np.random.default_rng(7))
     plain = rows._replace(edits=edits())
-    full, sampled = (CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain, tokens) for program in (Program.FULL, 1))
+    full, sampled = (CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain, tokens) for program in (Choosing.FULL, 1))
     np.testing.assert_array_equal(sampled.token, full.token)
     np.testing.assert_allclose(sampled.logprob, full.logprob, atol=1e-6)
     assert sampled.scores is None
-    greedy = CHOOSE(LAYOUT, SIZE, Program.GREEDY, TOP, logits, RowSampling())
+    greedy = CHOOSE(LAYOUT, SIZE, Choosing.GREEDY, TOP, logits, RowSampling())
     np.testing.assert_array_equal(greedy.token, logits[:, :SIZE].argmax(1))
     equal = np.zeros((ROWS, IDS), np.float32)
     equal[:, [9, 30]] = 1
-    first = CHOOSE(LAYOUT, SIZE, Program.GREEDY, TOP, equal, RowSampling())
+    first = CHOOSE(LAYOUT, SIZE, Choosing.GREEDY, TOP, equal, RowSampling())
     assert np.asarray(first.token).tolist() == [9] * ROWS, "of equal logits"
     still = plain._replace(drawing=drawing(temperature=0))
-    np.testing.assert_array_equal(greedy.token, CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, still, tokens).token)
+    np.testing.assert_array_equal(greedy.token, CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, still, tokens).token)
 
 
 @pytest.mark.parametrize(("tensor", "data"), [(4, 1), (2, 2)])
@@ -282,11 +291,11 @@ def test_devices_change_nothing(tensor: int, data: int) -> None:
     logits, rows, tokens = everything(np.random.default_rng(8))
     if data == 2:
         rows = rows._replace(drawing=rows.drawing._replace(top_p=np.where(np.arange(ROWS) < 4, rows.drawing.top_p, 1)))
-    unsharded = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    unsharded = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, tokens)
     cfg = ParallelConfig(tensor=tensor, data=data, data_sharding="replicate", sequence=False)
     layout = Layout(Plan.of(cfg))
     with jax.set_mesh(build_mesh(cfg, jax.devices()[: tensor * data])):
-        compiled = CHOOSE.lower(layout, SIZE, Program.FULL, TOP, logits, rows, tokens).compile()
+        compiled = CHOOSE.lower(layout, SIZE, Choosing.FULL, TOP, logits, rows, tokens).compile()
         sharded = compiled(logits, rows, tokens)
     np.testing.assert_array_equal(sharded.token, unsharded.token)
     np.testing.assert_array_equal(sharded.scores.rank, unsharded.scores.rank)
@@ -302,13 +311,13 @@ def test_devices_change_nothing(tensor: int, data: int) -> None:
 
 def test_log_probabilities_are_those_of_the_distribution_drawn_from() -> None:
     logits, rows, history = everything(np.random.default_rng(7))
-    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, history)
+    chosen = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, history)
     wanted = np.log(by_hand(logits, rows, history)[np.arange(ROWS), chosen.token])
     np.testing.assert_allclose(chosen.drawn, wanted, atol=2e-6)
     # Without settings, this is the model's distribution, bit for bit and in each program.
     plain = RowSampling(drawing(), edits())
     full, sampled = (
-        CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain, history) for program in (Program.FULL, Program.SAMPLED)
+        CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain, history) for program in (Choosing.FULL, Choosing.SAMPLED)
     )
     assert (full.token == sampled.token).all() and (full.drawn == sampled.logprob).all()
     assert (sampled.drawn == sampled.logprob).all() and (full.logprob == sampled.logprob).all()
@@ -318,7 +327,7 @@ def test_nonfinite_logits_give_no_token() -> None:
     logits, rows, tokens = everything(np.random.default_rng(9))
     logits[1, 5], logits[2, 6], logits[3, 7], logits[4, SIZE] = np.nan, np.inf, -np.inf, np.nan
     rows.edits.allowed[5] = 0
-    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    result = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, tokens)
     assert np.asarray(result.finite).tolist() == [True, False, False, False, True, True, True, True]
     assert (np.asarray(result.token) < 0).tolist() == [False, True, True, True, False, True, False, False]
 
@@ -328,7 +337,7 @@ def test_noise_does_not_depend_on_padding() -> None:
     logits, rows, _ = everything(np.random.default_rng(10))
     wide = np.pad(logits, ((0, 0), (0, 64)))
     first, second = (
-        CHOOSE(LAYOUT, SIZE, Program.SAMPLED, TOP, array, RowSampling(rows.drawing)).token for array in (logits, wide)
+        CHOOSE(LAYOUT, SIZE, Choosing.SAMPLED, TOP, array, RowSampling(rows.drawing)).token for array in (logits, wide)
     )
     np.testing.assert_array_equal(first, second)
 

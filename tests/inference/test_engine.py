@@ -2,17 +2,18 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
-from stand_in import StandIn, check, expected, hashed
+from stand_in import StandIn, at_once, check, expected, hashed
 
 from megajax.config.errors import UserError
-from megajax.inference.answers import seed_of
+from megajax.inference.admission import AnswerRules, seed_of
 from megajax.inference.engine import Engine
-from megajax.inference.request import Output, Refused, Request
+from megajax.inference.request import Output, RefusedRequest, Request
 from megajax.inference.request import Sequence as Row
 from megajax.inference.sampling_settings import Sampling
 from megajax.tokenizers.config import ByteTokenizerConfig
@@ -83,13 +84,13 @@ def demand_refused(
     engine: Engine, client: Client, field: str | None, reason: str = "invalid", match: str | None = None
 ) -> None:
     """Asserts that an engine refuses a request, for this reason and field, in a message that matches."""
-    with pytest.raises(Refused, match=match) as refused:
+    with pytest.raises(RefusedRequest, match=match) as refused:
         engine.submit(client.request)
     assert (refused.value.reason, refused.value.field) == (reason, field)
 
 
 def byte_engine(**settings: Any) -> Engine:
-    return Engine(StandIn(vocabulary=257, **settings), tokenizer=ByteTokenizerConfig().build())
+    return Engine(StandIn(vocabulary=257, **settings), AnswerRules(tokenizer=ByteTokenizerConfig().build()))
 
 
 def test_tokens_come_one_by_one_until_max_tokens() -> None:
@@ -156,10 +157,10 @@ def test_end_of_text_and_stop_tokens() -> None:
     tokens = expected([7], 10)
     for settings in ({"stop_tokens": (tokens[4],)}, {"ignore_eos": False}):
         client = Client([7], max_tokens=10, **settings)
-        serve(Engine(StandIn(), end_tokens=(tokens[4],)), client)
+        serve(Engine(StandIn(), AnswerRules(end_tokens=(tokens[4],))), client)
         assert client.answer.tokens == tuple(tokens[:5]) and client.answer.finish == "stop"
     client = Client([7], max_tokens=10)
-    serve(Engine(StandIn(), end_tokens=(tokens[4],)), client)
+    serve(Engine(StandIn(), AnswerRules(end_tokens=(tokens[4],))), client)
     assert client.answer.tokens == tuple(tokens) and client.answer.finish == "length"
 
 
@@ -201,7 +202,7 @@ def test_seeds() -> None:
     def answers(seed: int | None, engine_seed: int = 5, beside: int = 0, n: int = 3) -> list[tuple[int, ...]]:
         client = Client([1, 2], max_tokens=8, temperature=1, seed=seed, n=n)
         clients = [Client([9, number], max_tokens=8, temperature=1) for number in range(beside)]
-        serve(Engine(StandIn(), seed=engine_seed), *clients, client)
+        serve(Engine(StandIn(), AnswerRules(seed=engine_seed)), *clients, client)
         return [tuple(answer.tokens) for answer in client.answers()]
 
     assert answers(11) == answers(11, engine_seed=6, beside=5)
@@ -236,7 +237,7 @@ def test_a_request_of_lower_priority_value_runs_before_earlier_ones() -> None:
     while engine.step():
         ended += [client for client in clients if client.answer.finish and client not in ended]
     assert ended == [clients[2], clients[0], clients[1]]
-    with pytest.raises(Refused, match="priority must be an integer, got 'high'"):
+    with pytest.raises(RefusedRequest, match="priority must be an integer, got 'high'"):
         engine.submit(Client([1], priority="high").request)  # type: ignore[arg-type]
 
 
@@ -375,12 +376,12 @@ class ThreeTokens:
 
 
 def test_constraints_are_built_once_for_a_row_and_follow_its_tokens() -> None:
-    def guide(value: Any) -> ThreeTokens:
+    def guide(value: Any) -> Future[ThreeTokens]:
         if value != "good":
             raise UserError(f"{value!r} is no constraint")
-        return ThreeTokens()
+        return at_once(ThreeTokens())
 
-    engine = Engine(StandIn(), guide=guide)
+    engine = Engine(StandIn(), AnswerRules(guide=guide))
     unaffected = [
         Client([1], max_tokens=3, guide="good", n=2, ignore_eos=False),
         Client([1], max_tokens=4, guide="good", ignore_eos=False),
@@ -450,7 +451,7 @@ def test_an_error_of_one_request_ends_no_other() -> None:
 
 
 def test_text_that_cannot_be_decoded_is_an_error_of_its_request() -> None:
-    engine = Engine(StandIn(vocabulary=300), tokenizer=ByteTokenizerConfig().build())
+    engine = Engine(StandIn(vocabulary=300), AnswerRules(tokenizer=ByteTokenizerConfig().build()))
     clients = [Client([number], max_tokens=5) for number in range(30)]
     serve(engine, *clients)
     finishes = {client.answer.finish for client in clients}
@@ -475,7 +476,7 @@ def test_an_error_of_the_device_ends_everything() -> None:
         serve(engine, *clients)
     assert [client.answer.finish for client in clients] == ["error"] * 3
     idle(engine)
-    with pytest.raises(Refused, match="new engine"):
+    with pytest.raises(RefusedRequest, match="new engine"):
         engine.submit(Client([1]).request)
 
 
@@ -521,7 +522,7 @@ def test_beam_search_through_rows(blocks: int, sharing: bool) -> None:
 
 def test_beam_search_ends_at_ends_and_stop_strings() -> None:
     device = StandIn(vocabulary=257)
-    engine = Engine(device, tokenizer=ByteTokenizerConfig().build())
+    engine = Engine(device, AnswerRules(tokenizer=ByteTokenizerConfig().build()))
     plain = Client(b"abcd", max_tokens=10, beams=3)
     serve(engine, plain)
     assert plain.answer.finish == "length" and len(plain.answer.tokens) == 10

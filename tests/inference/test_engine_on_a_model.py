@@ -13,7 +13,7 @@ from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder, padd
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.sampling.choose import Program
+from megajax.inference.sampling.choose import Choosing
 from megajax.inference.sampling.chooser import choosers
 from megajax.models.decoder.config import DecoderConfig
 
@@ -21,7 +21,7 @@ LLAMA = decoder(replace(HEADS, rope=ROPE))
 WINDOWS = decoder(replace(HEADS, rope=ROPE, window=5), replace(HEADS, rope=ROPE, window=3))
 
 
-def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice:
+def device_of(model: LoadedModel, blocks: int, programs: Choosing) -> ModelDevice:
     """With steps compiled for the settings up to these."""
     compiled = programs_of(model, choosers(VOCABULARY)[: programs + 1], chunks=(0, CHUNK), blocks=blocks)
     assert len(list(compiled.compile())) == compiled.count == 2 + programs + 1
@@ -36,7 +36,7 @@ def llama() -> LoadedModel:
 @pytest.fixture(scope="module")
 def full(llama: LoadedModel) -> ModelDevice:
     """For requests of all settings; its engines begin with an empty cache."""
-    return device_of(llama, 24, Program.FULL)
+    return device_of(llama, 24, Choosing.FULL)
 
 
 def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:
@@ -64,7 +64,7 @@ def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int]
     head = draw.integers(0, VOCABULARY, 9).tolist()
     prompts = [[*head, *draw.integers(0, VOCABULARY, draw.integers(1, 6)).tolist()] for _ in range(8 * replicas)]
     clients = [Client(prompt, max_tokens=LENGTH) for prompt in prompts]
-    engine = Engine(device_of(model, 12, Program.GREEDY))
+    engine = Engine(device_of(model, 12, Choosing.GREEDY))
     assert compiled
     compiled.clear()
     serve(engine, *clients)

@@ -9,7 +9,7 @@ import pytest
 
 from megajax.inference.device import Embedder
 from megajax.inference.processes.group import decode, encode
-from megajax.inference.sampling.choose import Program
+from megajax.inference.sampling.choose import Choosing
 from megajax.inference.sampling.chooser import PromptScorer, RowChooser
 from megajax.inference.step_arrays import Bucket, Texts, pack
 
@@ -20,7 +20,7 @@ def operations() -> list[Any]:
     arrays = pack(None, BUCKET, block=4, width=500)
     arrays.tables[0][1, :3] = [5, 0, 7]
     inputs = [
-        jax.tree.map(lambda x: np.full(x.shape, 3, x.dtype), RowChooser(program, 40).like(6)) for program in Program
+        jax.tree.map(lambda x: np.full(x.shape, 3, x.dtype), RowChooser(program, 40).like(6)) for program in Choosing
     ]
     texts = Texts(np.ones((2, 64), np.int32), np.zeros(2, np.int32), np.arange(2, dtype=np.int32))
     return [
@@ -60,6 +60,6 @@ def test_other_objects_are_refused() -> None:
     with pytest.raises(TypeError, match="exchange no set"):
         encode(("step", {1}))
     with pytest.raises(TypeError, match="RowChooser is not among the named tuples"):
-        encode(RowChooser(Program.GREEDY, 3))
+        encode(RowChooser(Choosing.GREEDY, 3))
     with pytest.raises(KeyError):
         decode(encode(BUCKET).replace(b"Bucket", b"Popeny"))

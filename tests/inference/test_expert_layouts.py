@@ -24,7 +24,7 @@ from megajax.layers.moe.config import MoEConfig
 from megajax.layers.param import LayerSettings, Observation, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.presets.llama import llama3
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig

@@ -14,8 +14,9 @@ from stand_in import StandIn, expected
 from megajax.command_line.parser import Flag
 from megajax.config.errors import ConfigError, UserError
 from megajax.generate import main
+from megajax.inference.admission import AnswerRules
 from megajax.inference.engine import Engine
-from megajax.inference.prompts import Prompt, encode, read_prompts
+from megajax.inference.prompt_and_answer_files import Prompt, encode, read_prompts
 from megajax.inference.request import ImageInput
 from megajax.inference.sampling_settings import Sampling, sampling_flags, sampling_of
 from megajax.inference.terminal import Screen, Session
@@ -29,7 +30,8 @@ GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 def session(sampling: Sampling = GREEDY, device: StandIn | None = None, queue: int = 2) -> tuple[Session, io.StringIO]:
-    engine = Engine(device or StandIn(vocabulary=257, length=256, blocks=256), tokenizer=BYTES, queue=queue)
+    device = device or StandIn(vocabulary=257, length=256, blocks=256)
+    engine = Engine(device, AnswerRules(tokenizer=BYTES), queue=queue)
     text = io.StringIO()
     chat = Conversation(ChatTemplate("plain"), BYTES)
     return Session(engine, BYTES, chat, sampling, "nowhere", Screen(text)), text

@@ -2,6 +2,11 @@
 
 import json
 import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -10,8 +15,9 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
+from megajax.inference.request import RefusedRequest
 from megajax.inference.sampling.guide import Guided, Guides, token_pieces
-from megajax.inference.sampling_settings import Grammar
+from megajax.inference.sampling_settings import Grammar, GuideLimits
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -212,6 +218,9 @@ def test_texts(guide: Any, text: str, *, valid: bool) -> None:
         (Grammar("start: a"), "grammar: "),
         (Grammar('%llguidance {"no_forcing": false}\nstart: "a"'), "grammar: has a line of options"),
         (Grammar('root ::= "a'), "grammar: "),
+        (Grammar('root ::= "\\'), "grammar: "),
+        (Grammar("root ::= a"), "grammar: Rule 'a' not found"),
+        (Grammar('a ::= "b"'), "grammar: No 'root' rule found"),
     ],
 )
 def test_rejected_guides(guide: Any, words: str) -> None:
@@ -308,3 +317,122 @@ def test_guides_of_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert len(documents) == 12 and len(set(documents)) <= 2
+
+
+def limited(
+    seconds: float = 1.0, size: int = 2**24, every: int = 2**26, waiting: int = 8, step_seconds: float = 0.01
+) -> Guides:
+    return Guides(lambda: PIECES, [END], limits=GuideLimits(seconds, size, every, waiting, step_seconds))
+
+
+HARD = {"type": "integer", "multipleOf": 399_989}
+"""Takes 2 s and 150 MiB to compile; alternatives of such ones would take hours and all memory."""
+HARDER = {"anyOf": [{"type": "integer", "multipleOf": number} for number in (99_991, 99_989, 99_971)]}
+AMBIGUOUS = Grammar('start: e\ne: e e | "a" | e e e | "b"')
+
+
+@pytest.mark.parametrize(
+    ("guide", "limits", "words"),
+    [
+        (HARD, {"seconds": 10}, "more than 16,777,216 bytes (server.guide_bytes)"),
+        (HARDER, {"seconds": 10}, "server.guide_bytes"),
+        (HARDER, {"size": 2**32, "seconds": 0.2}, "more than 0.2 s (server.guide_seconds)"),
+        ({"$defs": {"a": HARD}, "properties": {"x": {"$ref": "#/$defs/a"}}}, {"seconds": 10}, "server.guide_bytes"),
+        (Grammar('root ::= "a"\n' + "#\n" * 500_000), {"seconds": 0.2}, "more than 0.2 s (server.guide_seconds)"),
+    ],
+)
+def test_a_guide_beyond_a_limit_is_refused_and_stops(guide: Any, limits: dict[str, Any], words: str) -> None:
+    guides, began = limited(**limits), time.monotonic()
+    for _ in range(2):
+        with pytest.raises(UserError, match=re.escape(words)):
+            guides(guide)
+    assert time.monotonic() - began < 60 and guides.size == 0
+    assert matches({"const": 5}, "5", guides)
+
+
+def test_a_trial_has_less_stack_than_threads() -> None:
+    """With `ulimit -s unlimited`, that of the first thread has no limit, that of others 2 MiB."""
+    program = (
+        "import resource, test_guided_json as tests\n"
+        "resource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY,) * 2)\n"
+        "references = {f'{number}': {'$ref': f'#/$defs/{number + 1}'} for number in range(3000)}\n"
+        "try: tests.limited()({'$ref': '#/$defs/0', '$defs': references | {'3000': {}}})\n"
+        "except tests.UserError as error: print(error)"
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if hard != resource.RLIM_INFINITY:
+        pytest.skip("the system limits stacks")
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:35]) == (0, "JSON schema: is nested too deeply, "), done.stderr
+
+
+def test_a_guide_whose_steps_are_slow_ends_its_own_text() -> None:
+    state = limited(step_seconds=1e-4)(AMBIGUOUS)
+    with pytest.raises(UserError, match=r"the guide is too slow: \d+ tokens took .*server.guide_step_seconds"):
+        for _ in range(400):
+            state = state.after(ord("a"))
+
+
+def test_guides_that_wait_are_limited_in_number_and_equal_ones_count_once() -> None:
+    guides = limited(waiting=1)
+    futures = [guides.start({**HARD, "multipleOf": 399_989 - 2 * number}) for number in (0, 1, 2, 2, 2)]
+    with pytest.raises(RefusedRequest, match=re.escape("at most 1 may (server.guide_queue)")) as refusal:
+        guides.start({"const": 1})
+    assert refusal.value.reason == "queue_full"
+    for future in futures:
+        with pytest.raises(UserError, match="guide_bytes"):
+            future.result(60)
+    assert matches({"const": 1}, "1", guides)
+
+
+def test_guides_that_nobody_waits_for_any_more_are_not_compiled() -> None:
+    guides = limited(waiting=8)
+    futures = [guides.start({**HARD, "multipleOf": 399_989 - 2 * number}) for number in (*range(8), 7)]
+    assert all(future.cancel() for future in futures[2:8])
+    assert len(guides._pending) == 3
+    with pytest.raises(UserError, match="guide_bytes"):
+        futures[8].result(60)
+    for future in futures[2:7]:
+        assert future.cancelled()
+
+
+def test_memory_of_guides_is_limited() -> None:
+    guides = limited(every=2**23)
+    for number in range(60):
+        guides({"const": number})
+        assert 0 < guides.size <= 2**23
+    held = []
+    with pytest.raises(RefusedRequest, match=r"running requests have .* MiB \(server.guide_cache_bytes\)"):
+        held += [guides({"const": f"{number}"}) for number in range(60)]
+        held.append(guides({"const": 0}))
+    del held
+    assert matches({"const": 0}, "0", guides)
+
+
+BIG = 2**53 + 1
+
+
+ROUNDED: list[dict[str, Any]] = [
+    {"const": BIG}, {"enum": ["a", [BIG]]}, {"minimum": BIG}, {"exclusiveMaximum": BIG - 1},
+    {"items": {"maximum": 2**64 - 1}}, {"const": 2**63}, {"const": -(2**63)}, {"minimum": -(2.0**63)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", ROUNDED)
+def test_integers_that_a_guide_would_round_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="which a guide would round"):
+        GUIDES(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "other"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, f"{2**63 - 1}", f"{2**63}"),
+        ({"const": 2**53 + 2}, f"{2**53 + 2}", f"{2**53}"),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, '{"a":1,"b":"x"}', '{"a":1,"\\u0061":"x"}'),
+        ({"type": "object", "patternProperties": {"^a": {"const": 1}}}, '{"b":2}', '{"\\u0061":2}'),
+        ({"examples": [{"$ref": "#/x", "minimum": BIG}], "const": {"$ref": "#/x"}}, '{"$ref":"#/x"}', "1"),
+    ],
+)
+def test_numbers_names_and_data_are_exact(schema: Any, text: str, other: str) -> None:
+    assert matches(schema, text) and not matches(schema, other)

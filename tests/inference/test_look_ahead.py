@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, loaded, programs_of
-from stand_in import StandIn, check, expected
+from stand_in import StandIn, at_once, check, expected
 from started_step import StandInStep
 from test_engine import Client
 from test_programs import LENGTH, MODELS, VOCABULARY
 
+from megajax.inference.admission import AnswerRules
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.request import Output
-from megajax.inference.sampling.choose import Program
+from megajax.inference.sampling.choose import Choosing
 from megajax.inference.sampling.chooser import RowChooser, choosers
 
 
@@ -99,9 +100,11 @@ def clients(seed: int) -> list[Client]:
     return clients
 
 
-def answers_of(device: Any, clients: list[Client], *, ahead: bool, seed: int = 0, **options: Any) -> list[Output]:
+def answers_of(
+    device: Any, clients: list[Client], *, ahead: bool, seed: int = 0, rules: AnswerRules | None = None
+) -> list[Output]:
     """The answers to clients that come one after another, some of them beside one that is cancelled."""
-    engine, draw, waiting = Engine(device, look_ahead=ahead, queue=99, **options), random.Random(seed), list(clients)
+    engine, draw, waiting = Engine(device, rules, look_ahead=ahead, queue=99), random.Random(seed), list(clients)
     while waiting or engine.requests:
         if waiting and draw.random() < 0.5:
             engine.submit(waiting.pop(0).request)
@@ -159,8 +162,10 @@ def test_a_model_continues_tokens_that_only_the_device_knows(name: str, tile: in
             for number, settings in enumerate(every)
         ]
         device = ModelDevice(compiled, VOCABULARY)
-        answers.append(answers_of(device, clients, ahead=ahead, guide=lambda guide: Alternating()))
-    assert all(isinstance(chooser, RowChooser) and chooser.program == Program.FULL for chooser in compiled.choosers)
+        answers.append(
+            answers_of(device, clients, ahead=ahead, rules=AnswerRules(guide=lambda guide: at_once(Alternating())))
+        )
+    assert all(isinstance(chooser, RowChooser) and chooser.program == Choosing.FULL for chooser in compiled.choosers)
     for before, after in zip(*answers, strict=True):
         assert before.tokens == after.tokens and len(before.tokens) > 5
         np.testing.assert_allclose(

@@ -12,16 +12,17 @@ from compiled_steps import CHUNK, loaded, programs_of
 from test_engine import Client, demand_equal, serve
 from test_programs import HEADS, ROPE, decoder
 
+from megajax.inference.admission import AnswerRules
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
 from megajax.inference.programs import Programs
 from megajax.inference.request import Sampled, Sequence, Step
-from megajax.inference.sampling.choose import Program
+from megajax.inference.sampling.choose import Choosing
 from megajax.inference.sampling.chooser import RowChooser, choosers, program_of
 from megajax.inference.sampling.guide import Guides
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.scheduler import Pool, Scheduler
+from megajax.inference.scheduler import BlockPool, Scheduler
 from megajax.inference.step_arrays import Bucket
 from megajax.layers.param import bind
 
@@ -71,7 +72,7 @@ def row(order: int, tokens: abc.Sequence[int], answer_tokens: int, seed: int = 0
 def generate(programs: Programs, rows: abc.Sequence[Sequence], blocks: int = 18) -> dict[int, list[Sampled]]:
     """Runs the rows to their limits; results of each answer's tokens, by the row's order."""
     device = ModelDevice(programs, VOCABULARY)
-    scheduler = Scheduler(Pool(blocks, BLOCK), rows=ROWS, chunk=CHUNK, tile=CHUNK, prefix_sharing=True)
+    scheduler = Scheduler(BlockPool(blocks, BLOCK), rows=ROWS, chunk=CHUNK, tile=CHUNK, prefix_sharing=True)
     results: dict[int, list[Sampled]] = {item.order[0]: [] for item in rows}
     for item in rows:
         scheduler.add(item)
@@ -169,7 +170,7 @@ def test_a_guided_request_writes_a_document(programs: Programs) -> None:
     values = {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}}
     schema = {"type": "object", "properties": values, "required": ["a", "b"], "additionalProperties": False}
     guides = Guides(lambda: PIECES, [END])
-    engine = Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END], guide=guides, seed=1)
+    engine = Engine(ModelDevice(programs, VOCABULARY), AnswerRules(end_tokens=[END], guide=guides.start, seed=1))
     # Blanks are as likely as other tokens for this model, so they are penalised.
     bias = dict.fromkeys(b" \n\t\r", -30.0)
     settings = {"guide": schema, "temperature": 1, "logit_bias": bias, "max_tokens": 22, "ignore_eos": False}
@@ -197,8 +198,8 @@ def test_replicas_and_a_sharded_vocabulary_change_nothing(programs: Programs) ->
     sharded_model = loaded(decoder(replace(HEADS, rope=ROPE)), {"data": 2, "tensor": 2})
     sharded = programs_of(sharded_model, choosers(VOCABULARY), blocks=18)
     unsharded_clients, four = requests(), requests()
-    serve(Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END]), *unsharded_clients)
-    serve(Engine(ModelDevice(sharded, VOCABULARY), end_tokens=[END]), *four)
+    serve(Engine(ModelDevice(programs, VOCABULARY), AnswerRules(end_tokens=[END])), *unsharded_clients)
+    serve(Engine(ModelDevice(sharded, VOCABULARY), AnswerRules(end_tokens=[END])), *four)
     demand_equal(unsharded_clients, four, atol=1e-4)
     assert any(client.answer.prompt_scores for client in unsharded_clients)
 
@@ -206,26 +207,30 @@ def test_replicas_and_a_sharded_vocabulary_change_nothing(programs: Programs) ->
 @pytest.mark.parametrize(
     ("settings", "program"),
     [
-        ({"temperature": 0}, Program.GREEDY),
-        ({"temperature": 0, "top_p": 0.5, "seed": 3}, Program.GREEDY),
-        ({}, Program.SAMPLED),
-        ({"logprobs": 0}, Program.SAMPLED),
-        ({"logprobs": 1}, Program.FULL),
-        ({"temperature": 0, "prompt_logprobs": 0}, Program.GREEDY),
-        ({"repetition_penalty": 1.1}, Program.FULL),
-        ({"presence_penalty": -0.1}, Program.FULL),
-        ({"frequency_penalty": 0.1}, Program.FULL),
-        ({"logit_bias": {3: 1.0}}, Program.FULL),
-        ({"min_tokens": 1}, Program.FULL),
+        ({"temperature": 0}, Choosing.GREEDY),
+        ({"temperature": 0, "top_p": 0.5, "seed": 3}, Choosing.GREEDY),
+        ({}, Choosing.SAMPLED),
+        ({"logprobs": 0}, Choosing.SAMPLED),
+        ({"logprobs": 1}, Choosing.FULL),
+        ({"temperature": 0, "prompt_logprobs": 0}, Choosing.GREEDY),
+        ({"repetition_penalty": 1.1}, Choosing.FULL),
+        ({"presence_penalty": -0.1}, Choosing.FULL),
+        ({"frequency_penalty": 0.1}, Choosing.FULL),
+        ({"logit_bias": {3: 1.0}}, Choosing.FULL),
+        ({"min_tokens": 1}, Choosing.FULL),
     ],
 )
-def test_the_first_program_that_supports_a_row(settings: dict[str, Any], program: Program) -> None:
+def test_the_first_program_that_supports_a_row(settings: dict[str, Any], program: Choosing) -> None:
     assert program_of(row(0, [1, 2], 4, **settings)) == program
 
 
 def test_one_program_for_all_rows_if_steps_are_invariant() -> None:
-    assert [chooser.program for chooser in choosers(9)] == [Program.GREEDY, Program.SAMPLED, Program.FULL]
-    assert [chooser.program for chooser in choosers(9, invariant=True)] == [Program.FULL]
+    assert [chooser.program for chooser in choosers(9)] == [
+        Choosing.GREEDY,
+        Choosing.SAMPLED,
+        Choosing.FULL,
+    ]
+    assert [chooser.program for chooser in choosers(9, invariant=True)] == [Choosing.FULL]
 
 
 def test_largest_requests_fit_the_arrays() -> None:
@@ -233,7 +238,7 @@ def test_largest_requests_fit_the_arrays() -> None:
     item = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))
     item.slot = 0
     item.end_tokens = frozenset(range(1000, 1066))
-    inputs = RowChooser(Program.FULL, 2000).inputs([Step([(item, 0)], [])], Bucket(2))
+    inputs = RowChooser(Choosing.FULL, 2000).inputs([Step([(item, 0)], [])], Bucket(2))
     assert inputs.edits is not None
     assert (inputs.edits.tokens[0] >= 0).sum() == 512 + 66
     assert (inputs.edits.tokens[1] < 0).all()

@@ -14,17 +14,18 @@ from test_programs import HEADS, MAMBA, ROPE, VOCABULARY, decoder
 from test_speculation import SETTINGS, TEXT
 
 from megajax.config.errors import UserError
+from megajax.inference.admission import AnswerRules
 from megajax.inference.assembly import FreeMemory, cache_size, make_engine
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice, ModelWeights
 from megajax.inference.engine import Engine, Statistics
 from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart
 from megajax.inference.sampling.chooser import choosers
-from megajax.inference.server.server import _drafts
 from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads
 from megajax.layers.context import Context
 from megajax.layers.param import bind
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.server.server import _drafts
 
 DRAFTS, LENGTH = 4, 64
 PREDICTING = replace(decoder(replace(HEADS, rope=ROPE)), sequence_length=LENGTH, prediction=PredictionConfig())
@@ -48,7 +49,7 @@ def answers(device: ModelDevice, kinds: Any = SETTINGS * 2, *, tokens: int = 40)
     draw = random.Random(4)
     heads = [[draw.randrange(VOCABULARY) for _ in range(15)] for _ in range(2)]
     clients = [Client([*heads[number % 2], number], max_tokens=tokens, **kind) for number, kind in enumerate(kinds)]
-    engine = Engine(device, drafter=FromStep)
+    engine = Engine(device, AnswerRules(drafter=FromStep))
     serve(engine, *clients)
     return clients, engine.statistics()
 
@@ -137,7 +138,7 @@ def test_drafts_are_those_of_the_trainers_head(predicting: LoadedModel, device: 
 
     draw = np.random.default_rng(3)
     clients = [Client(draw.integers(0, VOCABULARY, count).tolist(), max_tokens=14) for count in (19, 9, 3, 14, 2, 1)]
-    engine = Engine(device, drafter=Recorded)
+    engine = Engine(device, AnswerRules(drafter=Recorded))
     serve(engine, *clients)
     assert engine.statistics().preemptions_total > 0
     full = [(tokens, draft) for tokens, draft in given if draft]
@@ -170,7 +171,7 @@ def test_answers_are_those_without_drafts(
 @pytest.mark.slow
 def test_heads_sleep_with_their_model(device: ModelDevice) -> None:
     """And drafts for a request that began before are as good as those for a later one."""
-    engine = Engine(device, drafter=FromStep, weights=ModelWeights(device.programs))
+    engine = Engine(device, AnswerRules(drafter=FromStep), weights=ModelWeights(device.programs))
     client, later = Client(range(9), max_tokens=30), Client(range(9), max_tokens=30)
     engine.submit(client.request)
     for _ in range(3):

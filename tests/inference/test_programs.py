@@ -32,7 +32,7 @@ from megajax.layers.position.config import Llama3ScalingConfig, RelativeBiasConf
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import BATCH_AXES, ParallelConfig, devices_over
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.windowed import gpt_oss

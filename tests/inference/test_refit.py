@@ -26,7 +26,7 @@ from megajax.inference.sampling.chooser import choosers
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 

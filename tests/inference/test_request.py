@@ -1,13 +1,15 @@
 """Every setting of a request at both edges of its limit."""
 
 import math
-from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import pytest
 
+from megajax.config.bounds import rules
+from megajax.config.field_types import kinds
 from megajax.inference.request import Sequence
-from megajax.inference.sampling_settings import BIASES, LIMITS, STOP_CHARACTERS, STOP_TOKENS, STOPS, Sampling
+from megajax.inference.sampling_settings import BIASES, NUMBERS, STOP_CHARACTERS, STOP_TOKENS, STOPS, Sampling
 
 
 def wrong(**settings: Any) -> list[str]:
@@ -16,33 +18,31 @@ def wrong(**settings: Any) -> list[str]:
 
 def alone(name: str, value: Any) -> dict[str, Any]:
     """The setting, with the settings that it requires."""
-    beside: Mapping[str, dict[str, Any]] = {"min_tokens": {"max_tokens": 2**20}, "length_penalty": {"beams": 2}}
+    beside: dict[str, Any] = {"min_tokens": {"max_tokens": 2**20}, "length_penalty": {"beams": 2}}
     return {**beside.get(name, {}), name: value}
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_both_edges_of_every_number(name: str) -> None:
-    limit = LIMITS[name]
-    step = 1 if limit.kind is int else 1e-9
-    inside = [limit.least + step if limit.above else limit.least, limit.most]
-    outside = [limit.least if limit.above else limit.least - step, limit.most + (1 if limit.kind is int else 1e-6)]
-    for value in inside:
-        assert wrong(**alone(name, limit.kind(value))) == []
-    for value in outside:
-        assert wrong(**alone(name, limit.kind(value))) == [name]
+    bounds: Any = next(rules(NUMBERS[name]))
+    kind, step, more = (int, 1, 1) if int in kinds(NUMBERS[name]) else (float, 1e-9, 1e-6)
+    least = max(bounds.at_least, bounds.above + step)
+    beyond = (least - step, bounds.at_most + more)
+    for value in (least, bounds.at_most, *beyond):
+        assert wrong(**alone(name, kind(value))) == [name] * (value in beyond)
 
 
-@pytest.mark.parametrize("name", LIMITS)
-@pytest.mark.parametrize("value", [True, "5", [1], {}, math.nan, math.inf, -math.inf, 10**12])
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [True, "5", [1], {}, math.nan, math.inf, -math.inf, 10**12, 10**400])
 def test_other_types_and_nonfinite_numbers_are_refused(name: str, value: Any) -> None:
     if name == "seed" and value == 10**12:
         return
     assert wrong(**{name: value}) == [name]
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_only_optional_numbers_may_be_none(name: str) -> None:
-    assert wrong(**{name: None}) == ([] if LIMITS[name].optional else [name])
+    assert wrong(**{name: None}) == ([] if NoneType in kinds(NUMBERS[name]) else [name])
 
 
 def test_defaults_fractions_and_numbers_of_answers() -> None:

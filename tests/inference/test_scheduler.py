@@ -10,7 +10,7 @@ from stand_in import StandIn, check, check_pool, expected
 
 from megajax.inference.request import FREED, Sequence
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.scheduler import Pool, Scheduler
+from megajax.inference.scheduler import BlockPool, Scheduler
 
 GREEDY = Sampling(temperature=0)
 
@@ -60,7 +60,7 @@ class Load:
         self.tile = self.chunk if self.states else self.tile
         snapshots = self.draw.choice([1, 3, 20]) if self.states and self.sharing else 0
         sizes: dict[str, Any] = {"rows": rows, "chunk": self.chunk, "tile": self.tile, "window": self.window}
-        pool = Pool(blocks, self.size)
+        pool = BlockPool(blocks, self.size)
         self.scheduler = Scheduler(pool, prefix_sharing=self.sharing, snapshots=snapshots, **sizes)
         sizes |= {"snapshots": snapshots if self.states else None}
         self.device = StandIn(block=self.size, blocks=blocks, vocabulary=50, **sizes)
@@ -122,7 +122,7 @@ def test_random_loads() -> None:
 def test_few_blocks_many_long_rows() -> None:
     """All finish with the tokens of a row alone; the oldest is never preempted."""
     device = StandIn(rows=8, chunk=8, block=4, blocks=12)
-    scheduler = Scheduler(Pool(12, 4), rows=8, chunk=8, tile=8)
+    scheduler = Scheduler(BlockPool(12, 4), rows=8, chunk=8, tile=8)
     rows = [row(number, [number, 1, 2], 48) for number in range(8)]
     made(scheduler, device, rows)
     for number, item in enumerate(rows):
@@ -132,7 +132,7 @@ def test_few_blocks_many_long_rows() -> None:
 
 def test_lower_priorities_are_admitted_first_and_preempted_last() -> None:
     device = StandIn(rows=2, chunk=8, tile=4, block=4, blocks=12)
-    scheduler = Scheduler(Pool(12, 4), rows=2, chunk=8, tile=4)
+    scheduler = Scheduler(BlockPool(12, 4), rows=2, chunk=8, tile=4)
     rows = [row(number, [number, 1, 2], 40, priority=priority) for number, priority in enumerate((3, 0, 0, -7))]
     assert [item.order[0] for item in made(scheduler, device, rows)] == [3, 1, 2, 0]
     assert rows[3].preempted == 0 < rows[1].preempted
@@ -158,7 +158,7 @@ TOGETHER = {"rows": 8, "chunk": 32, "tile": 4}
 def test_prompts_that_begin_alike_are_computed_once(
     sizes: dict[str, Any], prompts: list[list[int]], origins: bytes, computed: int, shared: int
 ) -> None:
-    device, scheduler = StandIn(block=4, **sizes), Scheduler(Pool(64, 4), **sizes)
+    device, scheduler = StandIn(block=4, **sizes), Scheduler(BlockPool(64, 4), **sizes)
     rows = [
         row(number, prompt, len(prompt) + 4, origin=origins[number : number + 1])
         for number, prompt in enumerate(prompts)
@@ -172,7 +172,7 @@ def test_prompts_that_begin_alike_are_computed_once(
 def test_blocks_behind_the_window_make_room_for_more_rows(window: int | None, most: int) -> None:
     """A row of 40 tokens fills 10 of the 24 blocks. With a window of 7, it has 3 blocks at any time."""
     sizes: dict[str, Any] = {"rows": 8, "chunk": 8, "tile": 4, "window": window}
-    device, scheduler, long = StandIn(block=4, blocks=24, **sizes), Scheduler(Pool(24, 4), **sizes), list[int]()
+    device, scheduler, long = StandIn(block=4, blocks=24, **sizes), Scheduler(BlockPool(24, 4), **sizes), list[int]()
     rows = [row(number, [number] * 4, 40) for number in range(8)]
     made(scheduler, device, rows, lambda: long.append(sum(len(item.tokens) > 32 for item in scheduler.running)))
     assert max(long) == most and (scheduler.preemptions > 0) == (window is None)
@@ -182,7 +182,7 @@ def test_blocks_behind_the_window_make_room_for_more_rows(window: int | None, mo
 def test_a_prompt_begins_from_the_state_after_a_known_prefix() -> None:
     """The state after the last whole block of a prompt is kept, and that where two prompts part, for the third one."""
     sizes: dict[str, Any] = {"rows": 4, "chunk": 8, "tile": 8, "snapshots": 3}
-    device, scheduler = StandIn(block=4, **sizes), Scheduler(Pool(64, 4), **sizes)
+    device, scheduler = StandIn(block=4, **sizes), Scheduler(BlockPool(64, 4), **sizes)
     head, computed = list(range(13)), []
     for number, tail in enumerate(([20] * 8, [20] * 8, [21] * 8, [22] * 8, [20] * 8, [22] * 8)):
         before = scheduler.prompt_tokens
@@ -194,7 +194,7 @@ def test_a_prompt_begins_from_the_state_after_a_known_prefix() -> None:
 
 def test_rows_with_penalties_keep_their_blocks() -> None:
     """The device reads the tokens that are penalized from the blocks."""
-    scheduler = Scheduler(Pool(24, 4), rows=8, chunk=32, tile=4, window=3)
+    scheduler = Scheduler(BlockPool(24, 4), rows=8, chunk=32, tile=4, window=3)
     for number, sampling in enumerate((GREEDY, replace(GREEDY, frequency_penalty=0.5))):
         scheduler.add(row(number, [number] * 12, 40, sampling=sampling))
     scheduler.next()
@@ -206,7 +206,7 @@ def test_rows_with_penalties_keep_their_blocks() -> None:
 
 def test_a_long_prompt_and_the_short_ones_behind_it_do_not_wait_for_each_other() -> None:
     """The oldest has half of each step, and all that the others leave."""
-    scheduler = Scheduler(Pool(64, 4), rows=8, chunk=32, tile=4)
+    scheduler = Scheduler(BlockPool(64, 4), rows=8, chunk=32, tile=4)
     for number, length in enumerate((60, 50, 6, 3)):
         scheduler.add(row(number, list(range(10 * number, 10 * number + length)), 70))
     first, second = scheduler.next(), scheduler.next()
@@ -217,7 +217,7 @@ def test_a_long_prompt_and_the_short_ones_behind_it_do_not_wait_for_each_other()
 
 def test_rows_with_scored_prompts_compute_the_whole_prompt_and_are_shared() -> None:
     device, prompt = StandIn(chunk=8, block=4), list(range(20))
-    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8, tile=8)
+    scheduler = Scheduler(BlockPool(64, 4), rows=4, chunk=8, tile=8)
     made(scheduler, device, [row(0, prompt, 22)])
     made(scheduler, device, [row(1, prompt, 22, unscored=True)])
     assert scheduler.prompt_tokens == 40 and scheduler.shared_tokens == 0
@@ -226,7 +226,7 @@ def test_rows_with_scored_prompts_compute_the_whole_prompt_and_are_shared() -> N
 
 
 def test_the_least_recently_used_contents_are_overwritten() -> None:
-    pool = Pool(2, 4)
+    pool = BlockPool(2, 4)
     first, second = (pool.digest(b"", tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]))
     for digest in (first, second):
         block = pool.allocate()
@@ -242,7 +242,7 @@ def test_the_least_recently_used_contents_are_overwritten() -> None:
 
 
 def test_a_block_has_only_its_owners() -> None:
-    pool = Pool(1, 4)
+    pool = BlockPool(1, 4)
     block = pool.allocate()
     with pytest.raises(IndexError):
         pool.allocate()
@@ -252,7 +252,7 @@ def test_a_block_has_only_its_owners() -> None:
 
 
 def test_an_impossible_row_is_refused() -> None:
-    scheduler = Scheduler(Pool(4, 4), rows=2, chunk=8, tile=8)
+    scheduler = Scheduler(BlockPool(4, 4), rows=2, chunk=8, tile=8)
     assert scheduler.fits(16) and not scheduler.fits(17)
     with pytest.raises(ValueError, match="5 blocks for 17 tokens, the pool has 4"):
         scheduler.add(row(0, [1], 17))
@@ -260,7 +260,7 @@ def test_an_impossible_row_is_refused() -> None:
 
 def test_paused_rows_give_way_and_are_not_admitted_in_vain() -> None:
     """Two rows of one request that need each other's tokens, and a pool for one of them."""
-    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(4, 4), rows=2, chunk=8, tile=8)
+    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(BlockPool(4, 4), rows=2, chunk=8, tile=8)
     rows = [row(0, [1, 2, 3], 16), row(1, [4, 5, 6], 16)]
     for item in rows:
         scheduler.add(item)
@@ -280,7 +280,7 @@ def test_paused_rows_give_way_and_are_not_admitted_in_vain() -> None:
 
 
 def test_a_copy_shares_the_full_blocks() -> None:
-    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(16, 4), rows=2, chunk=8, tile=8)
+    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(BlockPool(16, 4), rows=2, chunk=8, tile=8)
     first = row(0, list(range(10)), 16)
     scheduler.add(first)
     for _ in range(2):

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_steps import Logits, Row, Step, loaded, programs_of, whole_logits
-from stand_in import Known, StandIn, check, hashed
+from stand_in import Known, StandIn, at_once, check, hashed
 from test_engine import Client, demand_equal, serve
 from test_generate_terminal import session
 from test_programs import HEADS, LENGTH, MAMBA, MODELS, ROPE, VOCABULARY, decoder
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
+from megajax.inference.admission import AnswerRules
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice
@@ -22,12 +24,12 @@ from megajax.inference.engine import Engine
 from megajax.inference.request import Output, Sampled, Sequence
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
-from megajax.inference.scheduler import Pool, Scheduler
-from megajax.inference.server.metrics import VLLM_STATISTICS, Readiness
+from megajax.inference.scheduler import BlockPool, Scheduler
 from megajax.inference.speculation.earlier_text import EarlierText
 from megajax.inference.worker import Worker
 from megajax.layers.cache_spec import CacheLeaf, latest_leaves
 from megajax.layers.mamba.config import Mamba2Config
+from megajax.server.metrics import VLLM_STATISTICS, Readiness
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 
@@ -84,7 +86,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 def answers(device: StandIn, seed: int) -> tuple[list[list[Output]], Engine]:
     """The answers to random requests that arrive one after another; some continue an earlier answer."""
     draw = random.Random(seed)
-    engine = Engine(device, tokenizer=TEXT, end_tokens=(END,), seed=seed)
+    engine = Engine(device, AnswerRules(tokenizer=TEXT, end_tokens=(END,), seed=seed))
     clients: list[Client] = []
     for _ in range(25):
         kind = {**draw.choice(KINDS), "max_tokens": draw.randint(10, 40), "ignore_eos": draw.random() < 0.8}
@@ -188,7 +190,7 @@ def test_a_draft_leaves_a_block_for_each_running_row() -> None:
     """Until more blocks than that are free, it has the tokens that fit into the blocks of its row."""
 
     def drafts(blocks: int) -> list[int]:
-        scheduler = Scheduler(Pool(blocks, 2), rows=2, chunk=8, tile=4)
+        scheduler = Scheduler(BlockPool(blocks, 2), rows=2, chunk=8, tile=4)
         rows = [Sequence(order=(number, 0), tokens=[9, number], limit=9) for number in (0, 1)]
         for row in rows:
             row.drafter = Known([row.order[0]] * 9, wrong=0)
@@ -205,7 +207,7 @@ def test_a_draft_leaves_a_block_for_each_running_row() -> None:
 
 def test_rows_whose_next_token_depends_on_more_get_no_drafts() -> None:
     """Constraints, forbidden sequences and beams."""
-    engine = Engine(Repeating(drafts=4, vocabulary=257), guide=lambda guide: Anything())
+    engine = Engine(Repeating(drafts=4, vocabulary=257), AnswerRules(guide=lambda guide: at_once(Anything())))
     guided, forbidding, beams = (
         Client([97] * 8, guide={}, max_tokens=20, ignore_eos=False),
         Client([97] * 8, bad_tokens=((5, 6),), max_tokens=20),
@@ -350,4 +352,4 @@ def test_the_setting_is_the_length_of_a_draft() -> None:
     config = InferenceConfig(speculate=3, compute="float32", rows=2)
     engine = make_engine(loaded(LLAMA, {}), config, TEXT, end_tokens=(), length=LENGTH, queue=1)
     assert engine.device.drafts == 3
-    assert [problem.setting for problem in InferenceConfig(speculate=-1).problems()] == ["speculate"]
+    assert [problem.setting for problem in problems_of(InferenceConfig(speculate=-1))] == ["speculate"]

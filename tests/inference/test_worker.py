@@ -11,7 +11,7 @@ from stand_in import StandIn, expected
 from waiting import wait_until
 
 from megajax.inference.engine import Engine
-from megajax.inference.request import Output, Refused, Request
+from megajax.inference.request import Output, RefusedRequest, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import Worker
 
@@ -149,7 +149,7 @@ def test_an_identifier_is_unique_among_running_requests(started: Any) -> None:
     worker, device, _ = held(started)
     worker.submit(Waiting("same", (1,)).request)
     for name in ("first", "same"):
-        with pytest.raises(Refused, match="in use"):
+        with pytest.raises(RefusedRequest, match="in use"):
             worker.submit(Waiting(name, (1,)).request)
     device.gate.set()
 
@@ -169,7 +169,7 @@ def test_calls_run_between_steps(started: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         failing.result(20)
     worker.close()
-    with pytest.raises(Refused, match="the engine has ended"):
+    with pytest.raises(RefusedRequest, match="the engine has ended"):
         worker.call(lambda engine: None)
 
 
@@ -177,10 +177,10 @@ def test_calls_that_wait_end_with_the_engine(started: Any) -> None:
     worker, device, _ = held(started, fails=0)
     call = worker.call(lambda engine: None)
     device.gate.set()
-    with pytest.raises(Refused, match="the engine has ended"):
+    with pytest.raises(RefusedRequest, match="the engine has ended"):
         call.result(20)
     assert isinstance(worker.failure, RuntimeError) and not worker.healthy()
-    with pytest.raises(Refused, match="new engine"):
+    with pytest.raises(RefusedRequest, match="new engine"):
         worker.submit(Waiting("late", (1,)).request)
 
 
@@ -224,6 +224,18 @@ def test_a_paused_engine_is_healthy_and_uses_no_processor_time(started: Any) -> 
     assert worker.call(lambda engine: engine.requests, idle=True).result(20) == 1
     worker.call(lambda engine: engine.resume()).result(20)
     assert waiting.finish == "length"
+
+
+def test_a_request_after_an_idle_time_finds_a_healthy_engine_unless_it_stands_still(started: Any) -> None:
+    device = Gated(rows=2)
+    worker = started(device, patience=1.0)
+    time.sleep(1.2)
+    device.gate.clear()
+    worker.submit(Waiting("first", (1, 2)).request)
+    assert worker.healthy()
+    assert wait_until(lambda: not worker.healthy())
+    device.gate.set()
+    assert wait_until(worker.healthy)
 
 
 def test_closing_ends_requests_that_wait_for_a_call(started: Any) -> None:

@@ -9,11 +9,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from megajax.checkpoint.boxes import Box
-from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by
+from megajax.checkpoint.weight_source import Entry, WeightSource
 from megajax.interop.huggingface.folder import model_of
-from megajax.interop.huggingface.format import family_for
+from megajax.interop.huggingface.format import chosen_family
 from megajax.interop.peft.folder import TENSORS, adapter_files
 from megajax.interop.peft.settings import CONFIG
+from megajax.interop.weights.foreign import declared_by
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import ParamSpec
 
@@ -87,6 +88,7 @@ class Arrays:
     def __init__(self, arrays: Mapping[str, np.ndarray]):
         self.arrays = dict(arrays)
 
+    @property
     def entries(self) -> dict[str, Entry]:
         return {name: Entry(array.shape, array.dtype) for name, array in self.arrays.items()}
 
@@ -96,12 +98,12 @@ class Arrays:
 
 def read_weight(source: WeightSource, path: str) -> np.ndarray:
     """A whole weight."""
-    return source.read(path, tuple(slice(0, size) for size in source.shapes()[path]))
+    return source.read(path, tuple(slice(0, size) for size in source.shapes[path]))
 
 
 def read_all(source: WeightSource) -> dict[str, np.ndarray]:
     """Every weight by path."""
-    return {path: read_weight(source, path) for path in source.shapes()}
+    return {path: read_weight(source, path) for path in source.shapes}
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class ArraySource:
     weights: Mapping[str, np.ndarray]
     where: str = "given"
 
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {path: w.shape for path, w in self.weights.items()}
 
@@ -131,7 +134,7 @@ def write_adapter(folder: Path, base: Path, lora: LoRAConfig, seed: int = 0) -> 
     model = model_of(base)
     adapted = replace(model, lora=lora)
     specs = {path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path}
-    config, tensors = adapter_files(adapted, family_for(model), random_weights(specs, seed=seed), str(base))
+    config, tensors = adapter_files(adapted, chosen_family(model)[0], random_weights(specs, seed=seed), str(base))
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config))
     save_file(tensors, folder / TENSORS)

@@ -16,27 +16,19 @@ from hugging_face_folders import ArraySource, read_all, read_weight, write_llama
 from hugging_face_folders import random_weights as drawn
 from safetensors.numpy import load_file, save_file
 
-from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
-from megajax.checkpoint.weights.name_mapping import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main
 from megajax.interop import conversion
 from megajax.interop.conversion import open_source, options, write
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
-from megajax.interop.peft.folder import (
-    TENSORS,
-    JoinedWeights,
-    MergedWeights,
-    PeftAdapter,
-    adapter_files,
-    leading,
-    merge,
-    read_adapter,
-)
+from megajax.interop.peft.folder import TENSORS, PeftAdapter, adapter_files, read_adapter
 from megajax.interop.peft.settings import CONFIG, read_settings
-from megajax.interop.stored.model import StoredModel
-from megajax.interop.stored.provenance import Provenance
+from megajax.interop.weights.adapters import JoinedWeights, MergedWeights, leading, merge
+from megajax.interop.weights.foreign import ForeignModel, declared_by
+from megajax.interop.weights.name_mapping import tensors_of
+from megajax.interop.weights.provenance import Provenance
+from megajax.interop.weights.stored_model import StoredModel
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.low_rank import LORA_A, LORA_B, MAGNITUDE
 from megajax.optim.config import AdamWConfig
@@ -109,10 +101,8 @@ def test_magnitudes_are_the_norms_of_merged_weights_and_are_read_as_written(kind
         np.testing.assert_allclose(tensors[name], norms, rtol=1e-5, err_msg=name)
     folder = write_adapter(tmp_path, config, tensors)
     adapter = read_adapter(folder, base(kind).model, base(kind).rows, weights)
-    assert adapter.model.lora.decomposed and set(adapter.shapes()) == {
-        path for path in weights.shapes() if "lora_" in path
-    }
-    for path in (path for path in adapter.shapes() if path.endswith(MAGNITUDE)):
+    assert adapter.model.lora.decomposed and set(adapter.shapes) == {path for path in weights.shapes if "lora_" in path}
+    for path in (path for path in adapter.shapes if path.endswith(MAGNITUDE)):
         np.testing.assert_allclose(read_weight(adapter, path), weights.weights[path], rtol=0, atol=1e-6, err_msg=path)
     incomplete = {name: tensor for name, tensor in tensors.items() if name not in vectors}
     with pytest.raises(
@@ -188,11 +178,11 @@ def test_a_folder_is_read_as_written(kind: str, tmp_path: Path) -> None:
     config, tensors = adapter_files(model, families()[kind], weights, None)
     adapter = adapter_of(write_adapter(tmp_path / "adapter", config, tensors), kind)
     assert replace(adapter.model.lora, targets=lora.targets) == lora
-    assert set(adapter.shapes()) == {path for path in weights.shapes() if ".lora_" in path}
-    for path in adapter.shapes():
+    assert set(adapter.shapes) == {path for path in weights.shapes if ".lora_" in path}
+    for path in adapter.shapes:
         np.testing.assert_array_equal(read_weight(adapter, path), weights.weights[path])
     joined = JoinedWeights(weights, adapter)
-    assert set(joined.shapes()) == set(weights.shapes())
+    assert set(joined.shapes) == set(weights.shapes)
     converted = adapter_files(adapter.model, families()[kind], joined, None)
     assert converted[0] == config and all(
         np.array_equal(converted[1][name], tensor) for name, tensor in tensors.items()
@@ -229,8 +219,8 @@ def test_a_box_of_merged_weights_equals_that_part_of_the_whole(lora: LoRAConfig)
     model = replace(base("mixtral").model, lora=lora)
     weights = random_weights(model)
     merged = MergedWeights(weights, model)
-    assert set(merged.shapes()) == set(declared_by(base("mixtral").model))
-    for path, shape in merged.shapes().items():
+    assert set(merged.shapes) == set(declared_by(base("mixtral").model))
+    for path, shape in merged.shapes.items():
         box = tuple(slice(size // 3, max(1, size - size // 4)) for size in shape)
         np.testing.assert_allclose(merged.read(path, box), read_weight(merged, path)[box], rtol=0, atol=1e-6)
     up = "stack.blocks.0.mlp.experts.up"
@@ -377,7 +367,7 @@ with new_folder(Path({str(tmp_path / "new")!r})) as folder:
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     for name, content, message in (
         ("other", b"", r"not an adapter folder of PEFT: adapter_config\.json can't be read"),
-        (CONFIG, b"[1]", "not a JSON file of settings"),
+        (CONFIG, b"[1]", "is a list, not a mapping of settings"),
         (CONFIG, b'{"peft_type": "LORA", "r": 2}', r"holds no adapter_model\.safetensors"),
         (TENSORS, b"\x40\0\0\0\0\0\0\0{", "was cut off"),
     ):

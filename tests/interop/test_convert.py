@@ -16,24 +16,27 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import arrays, boxes, integrity
+from megajax.checkpoint import array_serialization, boxes, manifest
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
 from megajax.checkpoint.step_folders import META
-from megajax.checkpoint.weights.foreign import Entry, contiguous, converted, declared_by
+from megajax.checkpoint.weight_source import Entry, contiguous, converted
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load
+from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.data.images.config import ClassFoldersConfig
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.interop import conversion
 from megajax.interop.huggingface.folder import model_of
-from megajax.interop.huggingface.format import config_for, family_for
+from megajax.interop.huggingface.format import chosen_family, config_for
 from megajax.interop.huggingface.registry import families
-from megajax.interop.runs import format as run_format
-from megajax.interop.runs.format import StepWeights, open_step
-from megajax.interop.runs.writer import ArrayWriter, write_step
-from megajax.interop.stored.model import Options, StoredModel
-from megajax.interop.stored.weights_config import DATA, special_tokens, weights_config
+from megajax.interop.weights import run_format as run_format
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.formats import open_stored
+from megajax.interop.weights.run_format import StepWeights
+from megajax.interop.weights.step_writer import ArrayWriter, write_step
+from megajax.interop.weights.stored_model import Options, StoredModel
+from megajax.interop.weights.weights_config import DATA, special_tokens
 from megajax.layers.mamba.config import Mamba1Config
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.partition import Partition
@@ -115,25 +118,25 @@ def test_plain_orbax_reads_a_run_with_layers_in_natural_order(folder, run) -> No
 
 
 def test_a_run_has_a_config_and_remembers_its_source(run) -> None:
-    cfg, step = load(run / "config.yaml"), open_step(run)
-    assert step.step == 0 and cfg == step.config
+    cfg, meta = load(run / "config.yaml"), manifest.read_meta(run / "checkpoints/00000000")
+    assert to_yaml(cfg) == meta["config"]
     assert cfg.model.stack.layers() == 3 and cfg.tokenizer.vocabulary_size == 40
     assert cfg.checkpoint.weights[0].run == run and cfg.run_dir == f"{run}-tuned"
-    source = step.meta["source"]
+    source = meta["source"]
     assert source["format"] == "hf" and source["family"] == "llama" and source["dtype"] == "float16"
     assert source["settings"]["eos_token_id"] == 7 and len(source["dtypes"]) == 7
 
 
-def test_narrow_dtypes_are_stored_read_back_and_widened(folder, tmp_path) -> None:
+def test_narrow_dtypes_are_stored_and_read_back(folder, tmp_path) -> None:
     convert.main([f"--from=hf:{folder}", f"--to={tmp_path / 'run'}", "--dtype=bfloat16", "--verify"])
-    tensors = load_file(folder / "model.safetensors")
-    expected = tensors["model.norm.weight"].astype(jnp.bfloat16)
-    like = {"params": {"norm.gain": jax.ShapeDtypeStruct((16,), np.float32)}}
-    read = arrays.read(StoredArrays(tmp_path / "run/checkpoints/00000000"), like, partial=True)
-    np.testing.assert_array_equal(read["params"]["norm.gain"], expected.astype(np.float32))
+    expected = load_file(folder / "model.safetensors")["model.norm.weight"].astype(jnp.bfloat16)
+    step = StoredArrays(tmp_path / "run/checkpoints/00000000")
+    like = {name: jax.ShapeDtypeStruct(*facts) for name, facts in array_serialization.stored_shapes(step).items()}
+    read = array_serialization.read(step, like)["params.norm.gain"]
+    assert read.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(read, expected)
     with pytest.raises(UserError, match=r"params\.norm\.gain +dtype +bfloat16\[16\] +float16\[16\]"):
-        like = {"params": {"norm.gain": jax.ShapeDtypeStruct((16,), np.float16)}}
-        arrays.read(StoredArrays(tmp_path / "run/checkpoints/00000000"), like, partial=True)
+        array_serialization.read(step, like | {"params.norm.gain": jax.ShapeDtypeStruct((16,), np.float16)})
 
 
 def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path) -> None:
@@ -158,8 +161,8 @@ def move_step(source: Path, target: Path) -> None:
     """Make a step the step of another number, with its checksum."""
     meta = json.loads((source / META).read_text()) | {"step": int(target.name)}
     (source / META).write_text(json.dumps(meta))
-    (source / integrity.MANIFEST).unlink()
-    integrity.complete_step(source)
+    (source / manifest.MANIFEST).unlink()
+    manifest.complete_step(source)
     shutil.move(source, target)
 
 
@@ -205,11 +208,15 @@ def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, c
     for name, box in writer.chunks():
         writer.write(name, box, stored[name.removeprefix("params.")][box])
     writer.finish()
-    integrity.complete_step(tmp_path / "step")
-    weights = StepWeights(tmp_path / "step", declared, partition.stored())
+    manifest.complete_step(tmp_path / "step")
+    meta = {
+        "rows": [[chunk.start, chunk.stop] for chunk in partition.stored()],
+        "layers": {path: list(spec.layers) for path, spec in declared.items() if spec.layers},
+    }
+    weights = StepWeights(StoredArrays(tmp_path / "step"), meta)
     assert -1 in order
     for path, array in natural.items():
-        assert weights.shapes()[path] == array.shape
+        assert weights.shapes[path] == array.shape
         for _ in range(4):
             bounds = [sorted(draw.choice(size + 1, 2, replace=False)) for size in array.shape]
             box = tuple(slice(int(start), int(stop)) for start, stop in bounds)
@@ -257,7 +264,10 @@ def test_too_little_space_is_an_early_error(folder, tmp_path, monkeypatch) -> No
 
 @pytest.mark.parametrize("form", ["hf", "megatron"])
 def test_rows_past_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) -> None:
-    declared, meta = declared_by(open_step(run).config.model), {**open_step(run).meta, "source": {}}
+    declared, meta = (
+        declared_by(open_stored(run).model),
+        manifest.read_meta(run / "checkpoints/00000000") | {"source": {}},
+    )
     assert declared["tokens"].shape[0] == 128
     write_step(tmp_path / "run/checkpoints", declared, random_weights(declared), meta, dtype=np.dtype(np.float32))
     assert convert.main([f"--from={tmp_path}/run", f"--to={form}:{tmp_path}/back", "--verify"]) == 0
@@ -319,13 +329,13 @@ def test_the_next_command_names_the_data_of_the_model(folder, tmp_path, capsys) 
 
 def test_a_model_without_a_family_lists_the_losses(folder) -> None:
     model = model_of(folder)
-    assert family_for(model).name == "llama" and family_for(model, "mistral").name == "mistral"
+    assert chosen_family(model)[0].name == "llama" and chosen_family(model, "mistral")[0].name == "mistral"
     block = model.stack.pattern[0]
     odd = replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=Mamba1Config(inner=32, rank=2)),)))
     with pytest.raises(UserError, match=r"no family .* can express this model.*\n  mamba: layers 0 to 2: mlp"):
-        family_for(odd)
+        chosen_family(odd)
     with pytest.raises(UserError, match=r"no such family; did you mean llama\?"):
-        family_for(model, "lama")
+        chosen_family(model, "lama")
 
 
 @pytest.mark.parametrize(
@@ -394,9 +404,9 @@ def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dty
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
     values = np.arange(4 * 6 * 10).reshape(4, 6, 10).astype(dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a", "b"))
-    arrays.start_writing(tmp_path / "arrays", {"w": jax.device_put(values, sharding)}).result()
-    monkeypatch.setattr(integrity, "BLOCK_BYTES", 100)
-    integrity.complete_step(tmp_path)
+    array_serialization.start_writing(tmp_path / "arrays", {"w": jax.device_put(values, sharding)}).result()
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 100)
+    manifest.complete_step(tmp_path)
     stored, draw = StoredArrays(tmp_path), np.random.default_rng(0)
     assert stored.arrays["w"].pieces == (1, 2, 2)
     monkeypatch.setattr(stored, "_other", None)  # Nothing is read through TensorStore's arrays.
@@ -410,6 +420,6 @@ def test_special_tokens_are_those_of_the_tokenizer() -> None:
     """Without ids, transformers would use those of the family's first model."""
     model = llama3("debug", vocabulary_size=257)
     for tokenizer, eos in ((ByteTokenizerConfig(), 256), (HuggingFaceTokenizerConfig(path="absent.json"), None)):
-        special = special_tokens(weights_config(model, tokenizer, Path("run")))
+        special = special_tokens(model, tokenizer)
         assert special == {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
         assert special.items() <= config_for(model, families()["llama"], {}, [], special).items()

@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as reference_load
 from safetensors.numpy import load_file, save_file
 
-from megajax.checkpoint.weights.foreign import Entry
+from megajax.checkpoint.weight_source import Entry
 from megajax.config.errors import UserError
 from megajax.interop.conversion import open_source
-from megajax.interop.huggingface.safetensors import SafetensorsFile, SafetensorsFolder, ShardWriter, TensorFile
-from megajax.interop.tokenizer_files import copy_files
+from megajax.interop.weights.safetensors import SafetensorsFile, SafetensorsFolder, ShardWriter, TensorFile
+from megajax.tokenizers.tokenizer_files import copy_files
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -181,7 +181,7 @@ def test_links_out_of_a_folder_are_refused_except_within_the_cache(tmp_path) -> 
     write_file(tmp_path / "cache/models--me--tiny/blobs/4f", {"a": ENTRY})
     link = tmp_path / "cache/models--me--tiny/snapshots/1a2b/model.safetensors"
     link.symlink_to("../../blobs/4f")
-    assert [*SafetensorsFolder(link.parent).entries()] == ["a"]
+    assert [*SafetensorsFolder(link.parent).entries] == ["a"]
     link.unlink()
     link.symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match="link out of its folder"):

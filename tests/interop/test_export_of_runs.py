@@ -1,6 +1,7 @@
 """From a Hugging Face folder through runs to a folder again: everything that training did not change is kept."""
 
 import json
+import re
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -9,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import gangs
-import jax.numpy as jnp
 import pytest
 from hugging_face_folders import random_weights
 from safetensors.numpy import load_file
 
 from megajax import convert as convert_door
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config import load
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
@@ -30,10 +29,10 @@ from megajax.interop.huggingface.format import config_for, write_model
 from megajax.interop.huggingface.registry import families
 from megajax.interop.loading import load as load_model
 from megajax.interop.loading import start_engine
-from megajax.interop.origin import Origin, generation_config
-from megajax.interop.runs.format import open_step
-from megajax.interop.stored.provenance import Ancestor, Provenance
-from megajax.interop.tokenizer_files import NAMES, tokenizer_config, with_copies
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.formats import open_stored
+from megajax.interop.weights.origin import generation_config
+from megajax.interop.weights.provenance import Ancestor, Provenance
 from megajax.job.job import train
 from megajax.job.start.model_files import ModelFiles
 from megajax.layers.lora.config import LoRAConfig
@@ -41,6 +40,7 @@ from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.chat_template import TEMPLATES
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -49,6 +49,7 @@ from megajax.tokenizers.config import (
     SentencePieceTokenizerConfig,
     WordPieceTokenizerConfig,
 )
+from megajax.tokenizers.tokenizer_files import NAMES, tokenizer_config, with_copies
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -100,8 +101,8 @@ def write_folder(folder: Path, name: str, **changes: Any) -> Path:
     config, family = MODELS[name] | changes, families()[name]
     model = family.read(Settings(dict(config)))
     folder.mkdir(parents=True)
-    options: dict[str, Any] = {"dtype": None, "dtypes": lambda tensor: jnp.dtype("bfloat16"), "names": {}}
-    write_model(folder, model, random_weights(declared_by(model), scale=0.1), family, recorded=config, **options)
+    origin = Provenance(settings=config, dtype="bfloat16")
+    write_model(folder, model, random_weights(declared_by(model), scale=0.1), family, origin)
     write_tokenizer(folder)
     return folder
 
@@ -209,8 +210,8 @@ def test_runs_of_runs_with_adapters_and_means_lose_nothing(llama, tmp_path) -> N
         demand_same(tmp_path / f"back{number}", llama)
     convert(f"--from={adapted}", "--merge", f"--to=hf:{tmp_path / 'back'}")
     demand_same(tmp_path / "back", llama)
-    record = open_step(third).meta["source"]
-    assert record == open_step(second).meta["source"] and record["dtype"] == "bfloat16"
+    origin = open_stored(third).origin
+    assert origin == open_stored(second).origin and origin.dtype == "bfloat16"
 
 
 def test_named_templates_and_templates_of_processors_are_carried(llama, tmp_path) -> None:
@@ -225,10 +226,21 @@ def test_named_templates_and_templates_of_processors_are_carried(llama, tmp_path
 
     cfg = load(tmp_path / "tuned/config.yaml")
     chats = ChatConfig(train_paths=("-",), template="{{ messages[0].content }}")
-    ancestor = Ancestor.of({}, tmp_path / "tuned/checkpoints", 300)
+    ancestor = Ancestor.of({"facts": {"model.vocabulary_size": 300}}, tmp_path / "tuned/checkpoints")
     ModelFiles(replace(cfg, data=chats), cfg.tokenizer.build(), ancestor).write(tmp_path / "other")
     files = {path.name for path in (tmp_path / "other/tokenizer").iterdir()}
     assert "chat_template.jinja" in files and "chat_template.json" not in files, "the older one would go first"
+
+    settings, templates = (
+        tmp_path / "tuned/tokenizer/tokenizer_config.json",
+        {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"},
+    )
+    (settings.parent / "chat_template.jinja").unlink()
+    lines = [{"name": name, "template": text} for name, text in templates.items()]
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": lines}))
+    chats = replace(chats, template=str(settings))
+    ModelFiles(replace(cfg, data=chats), cfg.tokenizer.build(), ancestor).write(tmp_path / "own")
+    assert not (tmp_path / "own/tokenizer/chat_template.jinja").exists(), "it would replace that for tools"
 
 
 def test_a_moved_run_reads_its_own_copies(llama, back, tmp_path) -> None:
@@ -240,7 +252,7 @@ def test_a_moved_run_reads_its_own_copies(llama, back, tmp_path) -> None:
     tokenizer, gone = cfg.tokenizer, str(tmp_path / "gone/tokenizer.json")
     chats = ChatConfig(train_paths=("-",), template=str(tmp_path / "gone/chat_template.jinja"))
     (run / "config.yaml").write_text(to_yaml(replace(cfg, tokenizer=replace(tokenizer, path=gone), data=chats)))
-    config = generation_config(Origin(run=run), GenerationConfig).base
+    config = generation_config(run, GenerationConfig).base
     assert config is not None and config.tokenizer == replace(tokenizer, path=str(copies / "tokenizer.json"))
     assert config.inference.template == str(copies / "chat_template.jinja")
 
@@ -259,7 +271,7 @@ def load_config_of(folder: Path) -> Any:
 @pytest.mark.slow
 def test_an_export_answers_in_a_chat(back, capsys) -> None:
     """As with `generate --hf=DIR --chat`: by its own template, tokenizer and end tokens."""
-    origin = Origin(hf=back[0])
+    origin = f"hf:{back[0]}"
     config = generation_config(origin, GenerationConfig).base
     assert config is not None
     inference = replace(config.inference, compute="float32", cache_tokens=128, rows=1, length=64)
@@ -272,6 +284,25 @@ def test_an_export_answers_in_a_chat(back, capsys) -> None:
     session = Session(start_engine(loaded, queue=1), loaded.tokenizer, loaded.conversation, sampling, loaded.where)
     session.chat(lambda prompt: next(lines), live=False)
     assert capsys.readouterr().out.strip()
+
+
+def test_a_chat_model_is_tuned_on_its_own_template(llama, tmp_path, capsys) -> None:
+    """And keeps it, unless it is tuned on another one."""
+    convert(f"--from=hf:{llama}", f"--to={tmp_path / 'base'}")
+    cfg = load(tmp_path / "base/config.yaml")
+    chats = tmp_path / "chats.jsonl"
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat"}]}
+    chats.write_text((json.dumps(line) + "\n") * 40)
+    for template, file in ((None, (llama / "chat_template.jinja").read_text()), ("chatml", TEMPLATES["chatml"])):
+        capsys.readouterr()
+        data = ChatConfig(train_paths=(str(chats),), template=template, cache_dir=str(tmp_path / "cache"))
+        run = one_step(cfg, tmp_path / f"run_{template}", model=replace(cfg.model, sequence_length=32), data=data)
+        out = capsys.readouterr().out
+        assert (template is None) == bool(re.search("chat template +the tokenizer's own", out))
+        assert (template is None) == ("warning: data.template, chatml, is not the tokenizer's own" not in out)
+        assert (template is None) == ("chat_template.jinja of data.template" not in out)
+        convert(f"--from={run}", f"--to=hf:{run}-export")
+        assert Path(f"{run}-export/chat_template.jinja").read_text() == file
 
 
 def test_changes_of_a_run_are_in_its_export(llama, tmp_path, capsys) -> None:

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.interop import conversion
 from megajax.interop.huggingface.families.llava import TOWER
-from megajax.interop.huggingface.folder import EXTRA, model_of, read_model
-from megajax.interop.stored.model import Options, StoredModel
+from megajax.interop.huggingface.folder import model_of, read_model
+from megajax.interop.weights.fit import source_of
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.name_mapping import resolved
+from megajax.interop.weights.stored_model import EXTRA, Options, StoredModel
 from megajax.job.start.model_files import ModelFiles
-from megajax.job.start.stored_weights import ForeignFolder, open_weights
 from megajax.tokenizers.byte import NullTokenizer
 from megajax.tokenizers.config import NullTokenizerConfig
 
@@ -75,7 +75,7 @@ def test_unread_layers_are_kept(folder: Path, tmp_path: Path) -> None:
     text = written(source, str(tmp_path / "run"))
     assert "for exports only: vision_tower.encoder.layers.3." in text and "left out" not in text
     run = conversion.open_source(str(tmp_path / "run"))
-    assert not any("layers.3" in path or "post" in path for path in run.weights.shapes())
+    assert not any("layers.3" in path or "post" in path for path in run.weights.shapes)
     written(run, f"hf:{tmp_path / 'back'}")
     assert_equal_folders(folder, tmp_path / "back")
     written(source, f"hf:{tmp_path / 'again'}")
@@ -115,8 +115,8 @@ def test_runs_pass_on_extra_tensors(folder: Path, tmp_path: Path) -> None:
     source = conversion.open_source(f"hf:{folder}")
     written(source, str(tmp_path / "run"))
     name, model = Path(f"hf:{folder}"), source.model
-    of_folder = ForeignFolder(name, declared_by(model), set(), ()).ancestor()
-    of_run = open_weights(tmp_path / "run", {}, set(), None, ()).ancestor()
+    of_folder = source_of(name, declared_by(model), set(), (), None).ancestor()
+    of_run = source_of(tmp_path / "run", {}, set(), (), None).ancestor()
     for number, ancestor in enumerate((of_folder, of_run)):
         files = ModelFiles(
             source.config(tmp_path, []), NullTokenizer(NullTokenizerConfig(vocabulary_size=40)), ancestor

@@ -14,19 +14,24 @@ import pytest
 from hugging_face_folders import Arrays
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.weights.foreign import declared_by, demand_fit
-from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop import conversion
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.folder import model_of, rename_tensors
 from megajax.interop.huggingface.registry import families, family_of, lost_settings
-from megajax.interop.tokenizer_files import tokenizer_config
+from megajax.interop.weights.foreign import declared_by, demand_fit
+from megajax.interop.weights.name_mapping import MappedTensor, resolved
 from megajax.layers.norm.config import IdentityNormConfig
 from megajax.models.presets import gpt, llama, vit
-from megajax.models.presets.hybrids import mamba
+from megajax.models.presets.hybrids import mamba_models as mamba
 from megajax.models.presets.vit import llava
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig, WordPieceTokenizerConfig
+from megajax.tokenizers.config import (
+    HuggingFaceTokenizerConfig,
+    NullTokenizerConfig,
+    SentencePieceTokenizerConfig,
+    WordPieceTokenizerConfig,
+)
+from megajax.tokenizers.tokenizer_files import tokenizer_config
 
 TOWER = {"hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2}
 PIXELS = {"image_size": 8, "patch_size": 4}
@@ -89,7 +94,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 class Described(NamedTuple):
     model: Any
-    table: list[Mapped]
+    table: list[MappedTensor]
 
 
 def described(config: Mapping[str, Any]) -> Described:
@@ -102,7 +107,7 @@ def described(config: Mapping[str, Any]) -> Described:
     return Described(model, resolved(family.rows(model), declared_by(model)))
 
 
-def random(table: list[Mapped]) -> dict[str, np.ndarray]:
+def random(table: list[MappedTensor]) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     return {tensor.name: draw.standard_normal(tensor.shape(), np.float32) for tensor in table}
 
@@ -375,5 +380,7 @@ def test_tokenizers_of_a_folder(tmp_path: Path) -> None:
     assert of("vocab.txt", do_lower_case=False) == WordPieceTokenizerConfig(
         vocabulary=str(run / "vocab.txt"), lower=False
     )
-    assert of("spiece.model", extra_ids=100).extra_ids == 100
+    pieces = str(run / "spiece.model")
+    assert of("spiece.model") == SentencePieceTokenizerConfig(path=pieces)
+    assert of("spiece.model", extra_ids=100) == HuggingFaceTokenizerConfig(path=pieces)
     assert of() == NullTokenizerConfig(vocabulary_size=11)

@@ -14,7 +14,7 @@ from megajax.config.errors import UserError
 from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.folder import model_of
-from megajax.interop.huggingface.format import family_for
+from megajax.interop.huggingface.format import chosen_family
 from megajax.interop.huggingface.registry import KINDS, families, family_of
 from megajax.models.presets.llama import llama3
 
@@ -32,7 +32,7 @@ def test_unsupported_types_name_the_nearest_architecture() -> None:
     assert refusal("bart").endswith("nearest of the supported: t5")
     assert refusal("umt5").endswith("nearest of the supported: t5 or mt5")
     with pytest.raises(UserError, match="there is no such family; it is a decoder with experts; nearest"):
-        family_for(llama3("debug"), "jetmoe")
+        chosen_family(llama3("debug"), "jetmoe")
 
 
 def differences(parent: Path, **changes: Any) -> str:

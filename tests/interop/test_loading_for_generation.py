@@ -1,5 +1,6 @@
 """Models loaded for text generation: from folders and runs, with adapters, on several layouts."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from hugging_face_folders import write_adapter, write_llama
 
 from megajax.config.errors import ConfigError, UserError
@@ -19,7 +21,8 @@ from megajax.inference.engine import Engine
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.interop.loading import Loaded, adapter_reader, load, start_engine, weight_reader
-from megajax.interop.origin import Origin, folder_sampling, folder_stop_tokens, generation_config, origin_of
+from megajax.interop.weights.formats import Reading, has_files_of, named, open_stored
+from megajax.interop.weights.origin import folder_sampling, generation_config, origin_of
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import bind, matrices_of
 from megajax.layers.quantization.config import QuantizationConfig
@@ -41,11 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(origin: Origin, tensor: int = 1, data: int = 1, **settings: Any) -> Loaded:
+def loaded(origin: str | Path, tensor: int = 1, data: int = 1, adapter: Path | None = None, **settings: Any) -> Loaded:
     config = generation_config(origin, GenerationConfig).base
     engine = replace(config.inference, **{"compute": "float32", "cache_tokens": 128, "rows": 2, **settings})
     parallel = InferenceParallelConfig(tensor=tensor, data=data)
-    return load(replace(config, inference=engine, parallel=parallel), origin)
+    return load(replace(config, inference=engine, parallel=parallel), origin, Reading(adapter=adapter))
 
 
 def assert_same_weights(first: Loaded, second: Loaded, tolerance: float = 0.0) -> None:
@@ -55,26 +58,21 @@ def assert_same_weights(first: Loaded, second: Loaded, tolerance: float = 0.0) -
 
 
 def test_a_run_is_loaded_like_its_source_folder(folder: Path) -> None:
-    of_folder, of_run = loaded(Origin(hf=folder / "base")), loaded(Origin(run=folder / "run"))
+    of_folder, of_run = loaded(f"hf:{folder / 'base'}"), loaded(folder / "run")
     assert_same_weights(of_folder, of_run)
     assert of_run.model.cfg == of_folder.model.cfg
     assert of_run.where == str(folder / "run/checkpoints/00000000")
 
 
 @pytest.mark.parametrize(
-    "origin",
-    [
-        Origin(hf=Path("base"), adapter=Path("adapter")),
-        Origin(run=Path("run"), adapter=Path("adapter")),
-        Origin(run=Path("lora")),
-        Origin(hf=Path("base"), adapter=Path("lora")),
-    ],
+    ("name", "adapter"),
+    [("base", "adapter"), ("run", "adapter"), ("lora", None), ("base", "lora")],
     ids=["folder and PEFT", "run and PEFT", "run with adapters", "folder and run with adapters"],
 )
-def test_adapters_are_added_to_the_weights(folder: Path, origin: Origin) -> None:
-    merged = loaded(Origin(run=folder / "merged"))
-    assert_same_weights(loaded(Origin(*[path and folder / path for path in origin])), merged, 1e-6)
-    base = loaded(Origin(hf=folder / "base"))
+def test_adapters_are_added_to_the_weights(folder: Path, name: str, adapter: str | None) -> None:
+    merged, origin = loaded(folder / "merged"), f"hf:{folder / name}" if name == "base" else folder / name
+    assert_same_weights(loaded(origin, adapter=adapter and folder / adapter), merged, 1e-6)
+    base = loaded(f"hf:{folder / 'base'}")
     assert not np.array_equal(base.model.weights[QUERY], merged.model.weights[QUERY])
 
 
@@ -82,14 +80,14 @@ QUERY = "stack.blocks.0.mixer.query"
 
 
 def test_weights_are_on_their_devices_in_the_compute_dtype(folder: Path) -> None:
-    one, four = (loaded(Origin(hf=folder / "base"), **sizes) for sizes in ({}, {"tensor": 4}))
+    one, four = (loaded(f"hf:{folder / 'base'}", **sizes) for sizes in ({}, {"tensor": 4}))
     key = four.model.weights["stack.blocks.0.mixer.key"]
     # Two key-value heads on four devices: each has the one that its queries use.
     np.testing.assert_array_equal(key, np.repeat(one.model.weights["stack.blocks.0.mixer.key"], 2, axis=2))
     for path, weight in four.model.weights.items():
         is_sharded = not path.endswith("norm.gain") and "norm" not in path
         assert weight.addressable_shards[0].data.size == weight.size // (4 if is_sharded else 1), path
-    half = loaded(Origin(hf=folder / "base"), compute="bfloat16", tensor=2, data=2)
+    half = loaded(f"hf:{folder / 'base'}", compute="bfloat16", tensor=2, data=2)
     assert {weight.dtype for weight in half.model.weights.values()} == {jnp.dtype(jnp.bfloat16)}
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
 
@@ -101,38 +99,58 @@ def test_weights_are_on_their_devices_in_the_compute_dtype(folder: Path) -> None
 
 
 def test_settings_of_the_model_are_checked_against_its_weights(folder: Path) -> None:
-    origin = Origin(hf=folder / "base")
+    origin = f"hf:{folder / 'base'}"
     config = generation_config(origin, GenerationConfig).base
-    with pytest.raises(UserError, match=r"tokens: \[128, 16\] stored, \[256, 16\] in the model"):
+    with pytest.raises(UserError, match="are for 40 tokens, this model has 150"):
         load(replace(config, model=replace(config.model, vocabulary_size=150)), origin)
-    origin = Origin(run=folder / "run")
+    origin = folder / "run"
     with pytest.raises(UserError, match="are for 40 tokens, this model has 41"):
         load(replace(config, model=replace(config.model, vocabulary_size=41)), origin)
     too_short = replace(config, inference=InferenceConfig(length=64))
     with pytest.raises(ConfigError, match=r"inference.length: 64 is more than model.sequence_length=32"):
         load(too_short, origin)
     with pytest.raises(UserError, match=r"its run has no adapters \(model.lora\)"):
-        loaded(Origin(hf=folder / "base", adapter=folder / "run"))
+        loaded(f"hf:{folder / 'base'}", adapter=folder / "run")
+
+
+def test_the_settings_of_the_step_decide(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As for convert: weights are never read with other settings than those that they were trained with."""
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    document = yaml.safe_load((run / "config.yaml").read_text())
+    document["model"]["stack"]["pattern"][0]["mixer"]["rope"]["base"] = 7.0
+    (run / "config.yaml").write_text(yaml.safe_dump(document))
+    (step,) = (run / "checkpoints").glob("0*")
+    for path in (run, step):
+        for trusted in (False, True):
+            config = generation_config(path, GenerationConfig, Reading(trusted=trusted)).base
+            assert config.model == open_stored(run).model
+            assert "rope.base: 10000.0, not 7.0" in capsys.readouterr().err
+    assert generation_config(folder / "run", GenerationConfig).base.model == config.model
+    assert capsys.readouterr().err == ""
 
 
 def test_origins(folder: Path) -> None:
     origin = {"run": None, "hf": None, "adapter": folder / "adapter", "trust_code": False, "ignore": ()}
-    assert origin_of(origin) == Origin(hf=folder / "base", adapter=folder / "adapter")
-    assert origin_of({**origin, "adapter": folder / "lora"}) == Origin(run=folder / "lora")
-    assert origin_of({**origin, "run": folder / "run"}).hf is None
+    assert origin_of(origin) == (f"hf:{folder / 'base'}", Reading(adapter=folder / "adapter"))
+    assert origin_of({**origin, "adapter": folder / "lora"}) == (str(folder / "lora"), Reading())
+    assert origin_of({**origin, "run": folder / "run"})[0] == str(folder / "run")
+    for wrong, message in (
+        ({"run": Path(f"hf:{folder / 'base'}")}, r"--run: .* is FORMAT:DIR.*\n.*use --hf=DIR"),
+        ({"adapter": Path(f"hf:{folder / 'base'}")}, "--adapter: .* is FORMAT:DIR"),
+        ({"adapter": folder / "base"}, "--adapter: .*base has no adapter"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            origin_of(origin | wrong)
 
 
 def test_chat_settings_of_a_folder(folder: Path, tmp_path: Path) -> None:
     write_llama(tmp_path / "chat")
-    assert generation_config(Origin(hf=tmp_path / "chat"), GenerationConfig).base.inference.template is None
+    assert generation_config(f"hf:{tmp_path / 'chat'}", GenerationConfig).base.inference.template is None
     (tmp_path / "chat/chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "chat/generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    config = generation_config(Origin(hf=tmp_path / "chat"), GenerationConfig).base
+    config = generation_config(f"hf:{tmp_path / 'chat'}", GenerationConfig).base
     assert config.inference.template == str(tmp_path / "chat/chat_template.jinja")
-    assert (
-        folder_stop_tokens(tmp_path / "chat") == {3, 5}
-        and folder_stop_tokens(None) == folder_stop_tokens(tmp_path) == frozenset()
-    )
     assert folder_sampling(None) == folder_sampling(tmp_path / "chat") == Sampling()
     settings = '{"temperature": 0.6, "top_k": 20, "top_p": null, "do_sample": true, "max_length": 5}'
     (tmp_path / "chat/generation_config.json").write_text(settings)
@@ -150,9 +168,9 @@ def test_a_server_takes_the_sampling_of_its_folder(tmp_path: Path, monkeypatch: 
     no_model.without_weights = lambda: no_model
     engine = SimpleNamespace(device=None)
     serving = SimpleNamespace(run=lambda *args, sampling, **options: defaults.append(sampling))
-    monkeypatch.setattr("megajax.inference.server.server.Serving", lambda config, access: serving)
-    monkeypatch.setattr("megajax.interop.loading.load", lambda config, origin: no_model)
-    monkeypatch.setattr("megajax.interop.loading.start_engine", lambda loaded, queue: engine)
+    monkeypatch.setattr("megajax.server.server.ReadyServer", lambda config, access: serving)
+    monkeypatch.setattr("megajax.interop.loading.load", lambda config, *origin: no_model)
+    monkeypatch.setattr("megajax.interop.loading.start_engine", lambda loaded, **options: engine)
     monkeypatch.setattr("megajax.job.start.compile_cache.use_cache", lambda xla: None)
     for more in ([], ["--server.generation_config=false"]):
         serve([f"--hf={tmp_path / 'chat'}", *more])
@@ -160,7 +178,7 @@ def test_a_server_takes_the_sampling_of_its_folder(tmp_path: Path, monkeypatch: 
 
 
 def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loaded(Origin(hf=folder / "base"), tensor=2, data=2)
+    model = loaded(f"hf:{folder / 'base'}", tensor=2, data=2)
     config = replace(model.config.inference, cache_tokens=None, rows=3)
     expected = cache_size(config, 32, model.model, "float32")
     assert (expected.blocks, expected.block, expected.slots) == (3 * 2, 16, 3)
@@ -181,7 +199,7 @@ def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_all_processes_have_the_cache_of_the_fullest_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may be another process's."""
-    model, of_block = loaded(Origin(hf=folder / "base"), tensor=2, data=2), 16 * 3 * 2 * 4 * 4
+    model, of_block = loaded(f"hf:{folder / 'base'}", tensor=2, data=2), 16 * 3 * 2 * 4 * 4
     config, asked = replace(model.config.inference, cache_tokens=None, rows=3), list[Any]()
 
     def free(devices: Any) -> FreeMemory:
@@ -195,7 +213,7 @@ def test_all_processes_have_the_cache_of_the_fullest_device(folder: Path, monkey
     assert asked == [model.model.mesh.local_devices]
 
 
-def logprobs(model: Loaded, origin: Origin, adapters: dict[str, Path], names: tuple[str | None, ...]) -> list[Any]:
+def logprobs(model: Loaded, origin: str | Path, adapters: dict[str, Path], names: tuple[str | None, ...]) -> list[Any]:
     """Tokens and scores of the same prompt with these adapters, in the same steps."""
     engine = start_engine(model, queue=8)
     for name, path in adapters.items():
@@ -235,14 +253,12 @@ on_layouts = pytest.mark.parametrize(
 @on_layouts
 def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: dict[str, int]) -> None:
     """The answers are those of the engine whose weights have the adapter merged."""
-    origin = Origin(hf=folder / "base")
+    origin = f"hf:{folder / 'base'}"
     few: dict[str, Any] = {"rows": 4, "batch_invariant": True}
     model = loaded(origin, **sizes, adapters=2, adapter_rank=3, **few)
     paths = {"peft": folder / "adapter", "run": folder / "lora"}
     found = logprobs(model, origin, paths, ("peft", None, "run"))
-    ((base,), (merged,)) = (
-        logprobs(loaded(of, **sizes, **few), of, {}, (None,)) for of in (origin, Origin(run=folder / "merged"))
-    )
+    ((base,), (merged,)) = (logprobs(loaded(of, **sizes, **few), of, {}, (None,)) for of in (origin, folder / "merged"))
     assert base[0] != merged[0]
     assert_same_scores(found, [merged, base, merged])
 
@@ -250,7 +266,7 @@ def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: d
 @pytest.mark.slow
 def test_adapters_of_single_requests_on_quantized_weights(folder: Path) -> None:
     """The answers are those of float weights: what the 8 bits stand for, plus the adapter."""
-    origin, paths = Origin(hf=folder / "base"), {"peft": folder / "adapter"}
+    origin, paths = f"hf:{folder / 'base'}", {"peft": folder / "adapter"}
     config = generation_config(origin, GenerationConfig).base
     slots: dict[str, Any] = {"adapters": 1, "adapter_rank": 2, "batch_invariant": True}
     engine = replace(config.inference, compute="float32", cache_tokens=128, rows=2, **slots)
@@ -264,8 +280,29 @@ def test_adapters_of_single_requests_on_quantized_weights(folder: Path) -> None:
     assert found[0][0] != found[1][0]
 
 
+def test_adapters_beside_a_quantized_run_are_those_beside_a_plain_one(folder: Path, tmp_path: Path) -> None:
+    assert convert([f"--from={folder / 'run'}", f"--to={tmp_path / 'int8'}", "--quantize=int8"]) == 0
+    slots: dict[str, Any] = {"adapters": 1, "adapter_rank": 2}
+    found, expected = (
+        [adapter_reader(loaded(run, **slots), run)(folder / name) for name in ("adapter", "lora")]
+        for run in (tmp_path / "int8", folder / "run")
+    )
+    for values, wanted in zip(found, expected, strict=True):
+        assert values.keys() == wanted.keys()
+        assert all(np.array_equal(values[path], wanted[path]) for path in wanted)
+
+
+def test_a_model_with_an_adapter_in_its_folder_is_the_model(folder: Path, tmp_path: Path) -> None:
+    """`named` means a whole model; `has_files_of` asks for an adapter."""
+    shutil.copytree(folder / "base", tmp_path / "both")
+    shutil.copytree(folder / "adapter", tmp_path / "both", dirs_exist_ok=True)
+    assert named(tmp_path / "both") == f"hf:{tmp_path / 'both'}" and has_files_of(tmp_path / "both", "peft")
+    assert named(folder / "adapter") == f"peft:{folder / 'adapter'}" and not has_files_of(folder / "base", "peft")
+    assert named(folder / "run") == str(folder / "run")
+
+
 def test_adapters_of_other_models(folder: Path) -> None:
-    origin = Origin(hf=folder / "base")
+    origin = f"hf:{folder / 'base'}"
     read = adapter_reader(loaded(origin, adapters=1, adapter_rank=1), origin)
     with pytest.raises(UserError, match=r"adapter has rank 2, and slots have rank 1: set inference\.adapter_rank=2"):
         read(folder / "adapter")
@@ -274,26 +311,27 @@ def test_adapters_of_other_models(folder: Path) -> None:
 
 
 def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the others, which follow its steps: also of a run, for a run."""
-    origin = Origin(run=folder / "run")
+    """Without the others, which follow its steps: also of a run, for a run; and other weights."""
+    origin = folder / "run"
     model = loaded(origin, adapters=1)
 
     def together(value: Any) -> Any:
         raise AssertionError(f"the others do not take part in {value}")
 
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("megajax.mesh.processes.peers.multihost_utils.broadcast_one_to_all", together)
+    monkeypatch.setattr("megajax.processes.peers.multihost_utils.broadcast_one_to_all", together)
     with pytest.raises(UserError, match=r"its run has no adapters \(model\.lora\)"):
         adapter_reader(model, origin)(folder / "run")
+    assert callable(weight_reader(model)(folder / "merged"))
 
 
 @on_layouts
 def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
     """Of a run and of a folder of Hugging Face; adapters stay, and add to the other weights."""
-    base, merged = Origin(hf=folder / "base"), Origin(run=folder / "merged")
+    base, merged = f"hf:{folder / 'base'}", folder / "merged"
     slots: dict[str, Any] = {"rows": 4, "batch_invariant": True, "adapters": 1, "adapter_rank": 2}
     model = loaded(base, **sizes, **slots)
-    engine, read, names = start_engine(model, queue=8), weight_reader(model, base), (None, "peft")
+    engine, read, names = start_engine(model, queue=8), weight_reader(model), (None, "peft")
     engine.load_adapter("peft", adapter_reader(model, base)(folder / "adapter"))
     first = scores_of(engine, names)
     engine.refit(read(folder / "merged"))
@@ -309,7 +347,7 @@ def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dic
 
 def test_the_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
     write_llama(tmp_path / "wider", dtype=np.float32, intermediate_size=80)
-    read = weight_reader(loaded(Origin(hf=folder / "base")), Origin(hf=folder / "base"))
+    read = weight_reader(loaded(f"hf:{folder / 'base'}"))
     with pytest.raises(UserError, match=r"has the weights of another model than the engine's.*\n.*ffn: 80 here"):
         read(tmp_path / "wider")
     with pytest.raises(UserError, match="nowhere"):

@@ -14,30 +14,30 @@ from hugging_face_folders import ArraySource, read_all, read_weight
 from tiny_runs import llama
 
 from megajax import convert
-from megajax.checkpoint.arrays import read
-from megajax.checkpoint.weights.calibration import LayerByLayer, calibrate, compare, text_rows
-from megajax.checkpoint.weights.foreign import declared_by, one_device
-from megajax.checkpoint.weights.quantize_on_load import QuantizedWeights, quantized_matrices
+from megajax.checkpoint.array_serialization import read
 from megajax.checkpoint.zarr_reader import StoredArrays
+from megajax.config import load
 from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.loaded_model import demand_divisible, load_weights
-from megajax.interop.loading import quantized_weights
-from megajax.interop.origin import Origin
-from megajax.interop.runs.format import open_step
-from megajax.interop.runs.writer import write_step
-from megajax.interop.stored.weights_config import model_facts, weights_config
-from megajax.job.start.stored_weights import all_weights
+from megajax.interop.quantization.calibration import LayerByLayer, calibrate, compare, text_rows
+from megajax.interop.weights.fit import all_weights, weights_of
+from megajax.interop.weights.foreign import declared_by, one_device
+from megajax.interop.weights.formats import open_stored
+from megajax.interop.weights.origin import run_config
+from megajax.interop.weights.quantize_on_load import QuantizedWeights, quantized_matrices
+from megajax.interop.weights.step_writer import write_step
+from megajax.interop.weights.weights_config import model_facts, weights_config
 from megajax.layers.param import bind
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.precision.config import PrecisionConfig
-from megajax.tasks.command import prepare
 from megajax.tasks.config import EvaluatedConfig
+from megajax.tasks.evaluate_command import prepare
 from megajax.tokenizers.config import ByteTokenizerConfig
-from megajax.training.scoring import Scorer, Window, row
+from megajax.training.scorer import Scorer, Window, row
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 MODEL = replace(llama(), vocabulary_size=257, vocabulary_multiple=1)
@@ -69,7 +69,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(run: Path) -> dict[str, np.ndarray]:
-    return read_all(open_step(run).weights())
+    return read_all(open_stored(run).weights)
 
 
 def rows_of(count: int, length: int = 16) -> np.ndarray:
@@ -104,7 +104,7 @@ def test_a_quantized_run(
     rest = 2 if "--dtype=bfloat16" in words else 4
     assert report["bytes_before"] == 4 * (MATRICES + OTHERS)
     assert report["bytes_after"] == matrix_bytes + rest * OTHERS == sum(value.nbytes for value in values.values())
-    model = open_step(run).config.model
+    model = open_stored(run).model
     assert model.quantization.weights == words[0].partition("=")[2]
     assert model == replace(MODEL, quantization=model.quantization)
     quantized = dequantized(model, values)
@@ -117,7 +117,7 @@ def test_a_quantized_run(
 
 @pytest.mark.slow
 def test_factors_minimise_the_error_of_outputs(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), rows_of(6)
+    weights, tokens = open_stored(source).weights, rows_of(6)
     quantized_model = replace(MODEL, quantization=QuantizationConfig(weights="int4", group=16, balanced=True))
     matrices = quantized_matrices(quantized_model)
     calibration = calibrate(MODEL, weights, matrices, tokens, rows=2)
@@ -141,7 +141,7 @@ def test_factors_minimise_the_error_of_outputs(source: Path) -> None:
 
 
 def test_static_scales_cover_the_text(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), rows_of(4)
+    weights, tokens = open_stored(source).weights, rows_of(4)
     quantization = QuantizationConfig(weights="fp8", activations="fp8", static=True)
     calibration = calibrate(
         MODEL, weights, quantized_matrices(replace(MODEL, quantization=quantization)), tokens, rows=2
@@ -163,7 +163,7 @@ def test_static_scales_cover_the_text(source: Path) -> None:
 
 
 def test_layers_one_by_one_give_the_logits_of_the_model(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), rows_of(3)
+    weights, tokens = open_stored(source).weights, rows_of(3)
     runner = LayerByLayer(MODEL, weights)
     parts = [np.asarray(runner.logits(x)) for x in runner.states(tokens, rows=2)]
     expected = jax.jit(lambda values: bind(one_device(MODEL)(), values)(tokens))(drawn())
@@ -171,7 +171,7 @@ def test_layers_one_by_one_give_the_logits_of_the_model(source: Path) -> None:
 
 
 def test_differences_by_numpy(source: Path) -> None:
-    weights, tokens = open_step(source).weights(), rows_of(3, length=8)
+    weights, tokens = open_stored(source).weights, rows_of(3, length=8)
     changed = drawn()
     changed["head"] *= np.float32(1.1)
     models = LayerByLayer(MODEL, weights), LayerByLayer(MODEL, ArraySource(changed))
@@ -231,33 +231,32 @@ def test_unsupported_uses_of_quantized_weights(source: Path, tmp_path: Path) -> 
         with pytest.raises(UserError, match=what):
             convert.main([f"--from={run}", *words])
     assert convert.main([f"--from={run}", f"--to={tmp_path / 'copy'}", "--verify"]) == 0
-    step = open_step(run)
-    problems = [str(problem) for problem in step.config.problems(1)]
-    assert any("which no optimizer can train" in problem for problem in problems)
+    with pytest.raises(ConfigError, match="which no optimizer can train"):
+        load(run / "config.yaml")
     name = "params.stack.blocks.0.mixer.query"
     like = {name: jax.ShapeDtypeStruct((2, 32, 8, 4), jnp.float32)}
     with pytest.raises(UserError, match=r"query +dtype +float8_e4m3fn"):
-        read(StoredArrays(step.path), like, partial=True)
+        read(StoredArrays(run / "checkpoints/00000000"), like)
 
 
 def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Path) -> None:
     run, quantization = tmp_path / "quantized", QuantizationConfig(weights="int4", group=16)
-    model, origin = replace(MODEL, quantization=quantization), Origin(run=source)
+    model, of_source = replace(MODEL, quantization=quantization), open_stored(source)
     assert convert.main([f"--from={source}", f"--to={run}", "--quantize=int4", "--group=16"]) == 0
-    loaded = quantized_weights(origin, model)
+    loaded = weights_of(of_source, model)
     for path, value in stored(run).items():
         np.testing.assert_array_equal(read_weight(loaded, path), value)
-    reloaded = quantized_weights(Origin(run=run), model)
-    assert reloaded.shapes() == loaded.shapes()
+    reloaded = weights_of(open_stored(run), model)
+    assert reloaded.shapes == loaded.shapes
     static = replace(MODEL, quantization=QuantizationConfig(weights="fp8", activations="fp8", static=True))
     with pytest.raises(UserError, match=r"the calibration has no inputs of .*stack.blocks.0.mixer.query,"):
-        quantized_weights(origin, static)
+        weights_of(of_source, static)
 
 
 def test_groups_that_devices_do_not_divide_are_refused(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "int4"
     assert convert.main([f"--from={source}", f"--to={run}", "--quantize=int4"]) == 0
-    declared, parallel = declared_by(open_step(run).config.model), ParallelConfig(tensor=2, data=1)
+    declared, parallel = declared_by(open_stored(run).model), ParallelConfig(tensor=2, data=1)
     scales = {path: spec for path, spec in declared.items() if path.endswith("mlp.down.scale")}
     with pytest.raises(UserError, match=r"mlp\.down\.scale has .* parallel\.tensor=2 does not divide 1"):
         demand_divisible(scales, Plan.of(parallel), build_mesh(parallel, jax.devices()[:2]))
@@ -270,11 +269,11 @@ def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: 
     flags = ["--quantize=int4", "--group=16", f"--calibration={text}", f"--compare={text}"]
     assert convert.main([f"--from={source}", f"--to={run}", *flags]) == 0
     assert json.loads((run / "quantization.json").read_text())["kl_divergence"] > 0
-    step, tokens = open_step(run), np.arange(40, 56, dtype=np.int32)
-    runner = LayerByLayer(step.config.model, step.weights())
+    step, tokens = open_stored(run), np.arange(40, 56, dtype=np.int32)
+    runner = LayerByLayer(step.model, step.weights)
     right = np.asarray(runner.logits(runner.states(tokens[None], rows=1)[0]))
     parallel, float32 = ParallelConfig(data=1), PrecisionConfig(compute="float32")
-    cfg = replace(step.config, parallel=parallel, precision=float32)
+    cfg = replace(run_config(run, trusted=False).base, parallel=parallel, precision=float32)
     evaluated = EvaluatedConfig(**{field.name: getattr(cfg, field.name) for field in fields(cfg)})
     program, tokenizer = prepare(evaluated, 1)
     with jax.set_mesh(program.mesh):
@@ -284,7 +283,7 @@ def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: 
     np.testing.assert_allclose(log_p[0, :15], expected, atol=1e-4)
     mesh = build_mesh(parallel, jax.devices()[:1])
     loaded, narrow = (
-        load_weights(step.config.model, step.weights(), Plan.of(parallel), mesh, precision, {})
+        load_weights(step.model, step.weights, Plan.of(parallel), mesh, precision, {})
         for precision in (float32, PrecisionConfig(compute="bfloat16"))
     )
     with jax.set_mesh(mesh):

@@ -22,7 +22,7 @@ def test_fp8_in_blocks_with_parts_of_blocks_at_the_ends() -> None:
     scales = DRAW.uniform(0.5, 2, (3, 3)).astype(np.float32)
     norm = np.ones(3, ml_dtypes.bfloat16)
     tensors = read(FP8, weight=numbers, weight_scale_inv=scales, norm=norm)
-    assert {name: (entry.shape, entry.dtype) for name, entry in tensors.entries().items()} == {
+    assert {name: (entry.shape, entry.dtype) for name, entry in tensors.entries.items()} == {
         "weight": ((10, 7), BFLOAT16),
         "norm": ((3,), BFLOAT16),
     }
@@ -36,7 +36,7 @@ def test_mxfp4_of_experts() -> None:
     scales = DRAW.integers(118, 137, (2, 5, 3), np.uint8)
     blocks = halves[..., ::2] | halves[..., 1::2] << 4
     tensors = read({"quant_method": "mxfp4"}, **{"gate_up_proj_blocks": blocks, "gate_up_proj_scales": scales})
-    assert {name: entry.shape for name, entry in tensors.entries().items()} == {"gate_up_proj": (2, 96, 5)}
+    assert {name: entry.shape for name, entry in tensors.entries.items()} == {"gate_up_proj": (2, 96, 5)}
     numbers = halves.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     expected = numbers * scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[..., None]
     actual = tensors.read("gate_up_proj")

@@ -15,23 +15,23 @@ from hugging_face_folders import read_all
 from PIL import Image
 from tiny_runs import QUICK
 
-from megajax.checkpoint.weights.foreign import demand_fit
 from megajax.data.images.transforms import patch_image
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.images import ImageReader, ReadImage, image_input
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
-from megajax.interop.formats import open_stored
 from megajax.interop.huggingface.format import config_for
 from megajax.interop.huggingface.registry import families, lost_settings
 from megajax.interop.loading import load, start_engine
-from megajax.interop.origin import Origin, generation_config
-from megajax.interop.stored.model import StoredModel
+from megajax.interop.weights.foreign import demand_fit
+from megajax.interop.weights.formats import open_stored
+from megajax.interop.weights.origin import generation_config
+from megajax.interop.weights.stored_model import StoredModel
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.presets.qwen import qwen3_vl
 from tests.models.test_qwen_vl import document_leaves
 
@@ -123,7 +123,7 @@ def test_logits_and_gradients(folder: Path, stored: StoredModel) -> None:
         np.testing.assert_allclose(logits[place], rows[f"{name}.logits"], atol=TOLERANCE, rtol=TOLERANCE)
         assert np.array_equal(logits[place], changed[place]) == (name != "one")
     np.testing.assert_allclose(mean, truth["loss"], rtol=1e-5)
-    names, tensors = truth["names"].tolist(), {tensor.name: tensor for tensor in stored.table}
+    names, tensors = truth["names"].tolist(), {tensor.name: tensor for tensor in stored.foreign.table}
     assert set(names) == set(tensors)
     for number, (name, (size, *sums)) in enumerate(zip(names, truth["sums"], strict=True)):
         pieces = [np.asarray(gradients[piece.path])[piece.index] for piece in tensors[name].pieces]
@@ -133,13 +133,13 @@ def test_logits_and_gradients(folder: Path, stored: StoredModel) -> None:
 
 
 def test_tensors_and_settings_survive(folder: Path, stored: StoredModel) -> None:
-    demand_fit(stored.foreign.tensors, stored.table, stored.foreign.ignored)
+    demand_fit(stored.foreign.tensors, stored.foreign.table, stored.foreign.ignored)
     family, recorded = families()["qwen3_vl"], json.loads((folder / "config.json").read_text())
     assert lost_settings(stored.model, family) == []
     settings = config_for(stored.model, family, recorded, [])
     assert {name: settings.get(name) for name in recorded} == recorded
     weights = read_all(stored.weights)
-    for tensor in stored.table:
+    for tensor in stored.foreign.table:
         back = tensor.from_weights([weights[piece.path][piece.index] for piece in tensor.pieces])
         there = stored.foreign.tensors.read(tensor.name)
         assert (back.dtype, back.shape, back.tobytes()) == (there.dtype, there.shape, there.tobytes()), tensor.name
@@ -148,7 +148,7 @@ def test_tensors_and_settings_survive(folder: Path, stored: StoredModel) -> None
 @pytest.mark.slow
 def test_greedy_tokens_of_the_engine(folder: Path) -> None:
     """From prompts in chunks, which cut images."""
-    origin, rows = Origin(hf=folder), np.load(folder / "rows.npz")
+    origin, rows = f"hf:{folder}", np.load(folder / "rows.npz")
     config: GenerationConfig = generation_config(origin, GenerationConfig).base
     settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=256)
     loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)

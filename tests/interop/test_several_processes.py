@@ -21,7 +21,7 @@ from test_huggingface_encoders import BERT, LLAVA, T5, described
 from waiting import wait_until
 
 from megajax.layers.lora.config import LoRAConfig
-from megajax.mesh.processes.world import COORDINATOR, COUNT, INDEX
+from megajax.processes.world import COORDINATOR, COUNT, INDEX
 
 pytestmark = pytest.mark.slow
 TWO = ("--devices=cpu:2", "--parallel.expert=2", "--parallel.tensor=2")
@@ -221,7 +221,7 @@ def test_a_failure_ends_all_processes(folder: Path, start: Callable[..., Started
     model = (f"--hf={folder / 'base'}", "--port=0", *TWO[1:], *ENGINE)
     every = {COORDINATOR: f"127.0.0.1:{free_port()}", COUNT: "2", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     (tmp_path / "sitecustomize.py").write_text(
-        "import megajax.checkpoint.weights.foreign as foreign\n"
+        "import megajax.interop.weights.foreign as foreign\n"
         "def read(self, path, box): raise OSError('the disk is gone')\n"
         "foreign.ForeignWeights.read = read\n"
     )

@@ -10,10 +10,11 @@ from safetensors.numpy import load_file
 
 from megajax import convert
 from megajax.config.errors import ConfigError
-from megajax.interop.origin import origin_of
-from megajax.interop.tokenizer_files import vocabulary_files
+from megajax.interop.weights.formats import split_name
+from megajax.interop.weights.origin import origin_of
 from megajax.storage import stores
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.tokenizers.tokenizer_files import vocabulary_files
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,6 @@ def test_a_folder_in_a_store_is_converted_and_read(url: str, tmp_path: Path, cap
     assert config.build().vocabulary_size == 40
     assert vocabulary_files(config)["tokenizer.json"].read_bytes() == (tmp_path / "llama/tokenizer.json").read_bytes()
     flags = {"run": None, "hf": Path(url), "adapter": None, "trust_code": False, "ignore": ()}
-    assert (origin_of(flags).hf / "config.json").is_file()
+    assert (split_name(origin_of(flags)[0])[1] / "config.json").is_file()
     with pytest.raises(ConfigError, match="megatron:s3://bucket/llama is a URL, but only files and folders"):
         convert.main([f"--from=megatron:{url}", f"--to={tmp_path}/other"])

@@ -8,10 +8,10 @@ import pytest
 from einops import rearrange
 from hugging_face_folders import Arrays, read_weight
 
-from megajax.checkpoint.weights import name_mapping
-from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.weights.name_mapping import Mapped, Row, resolved
 from megajax.config.errors import UserError
+from megajax.interop.weights import name_mapping
+from megajax.interop.weights.foreign import ForeignWeights, declared_by, demand_fit
+from megajax.interop.weights.name_mapping import MappedTensor, Row, resolved
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -52,12 +52,12 @@ def model() -> DecoderConfig:
 
 
 @pytest.fixture(scope="module")
-def table(model: DecoderConfig) -> list[Mapped]:
+def table(model: DecoderConfig) -> list[MappedTensor]:
     return resolved(TABLE, declared_by(model))
 
 
 @pytest.fixture(scope="module")
-def tensors(table: list[Mapped]) -> Arrays:
+def tensors(table: list[MappedTensor]) -> Arrays:
     draw = np.random.default_rng(0)
     return Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table})
 
@@ -83,7 +83,7 @@ def test_tensors_round_trip_through_our_weights(model, table, tensors) -> None:
 
 def test_boxes_are_parts_of_whole_weights(model, table, tensors) -> None:
     weights, draw = ForeignWeights(tensors, table, declared_by(model)), np.random.default_rng(1)
-    for path, shape in weights.shapes().items():
+    for path, shape in weights.shapes.items():
         for _ in range(5):
             bounds = [sorted(draw.choice(size + 1, 2, replace=False)) for size in shape]
             box = tuple(slice(int(start), int(stop)) for start, stop in bounds)

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file
 from megajax import convert
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.interop.formats import open_stored
-from megajax.interop.huggingface.format import family_for
+from megajax.interop.huggingface.format import chosen_family
+from megajax.interop.weights.formats import open_stored
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.classifier.config import ClassHeadConfig, RegressionHeadConfig, scoring
 
 TOKENS = np.array([[3, 1, 4, 15, 9, 2, 6], [5, 35, 8, 9, 7, 0, 0]], np.int32)
@@ -89,10 +89,10 @@ def test_classifiers_are_written_as_they_were_read(tmp_path: Path) -> None:
 def test_reward_models_are_classifiers_of_transformers() -> None:
     """The choice between two answers becomes the score of one. A bias has no place there."""
     model = load("dpo.py:reward_llama3_8b_debug", devices=1).model
-    family = family_for(scoring(model))
+    family = chosen_family(scoring(model))[0]
     config = family.config_json(scoring(model))
     assert (family.name, config["architectures"]) == ("llama", ["LlamaForSequenceClassification"])
     assert config["id2label"] == {"0": "LABEL_0"}
     biased = load("dpo.py:reward_llama3_8b_debug", "model.head.bias=true", devices=1).model
     with pytest.raises(UserError, match=r"head.bias: True here, False there"):
-        family_for(scoring(biased))
+        chosen_family(scoring(biased))

@@ -12,8 +12,9 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.inference.config import GenerationConfig
 from megajax.interop.huggingface.family import UNUSED, is_unused
 from megajax.interop.huggingface.folder import model_of
-from megajax.interop.loading import weights_of
-from megajax.interop.origin import Origin, generation_config, origin_of
+from megajax.interop.weights.fit import weights_of
+from megajax.interop.weights.formats import Reading, open_stored
+from megajax.interop.weights.origin import generation_config, origin_of
 
 OF_FINE_TUNES: dict[str, Any] = {
     **{"unsloth_version": "2024.11.7", "unsloth_fixed": True, "model_name": "llama-mine", "axolotl_version": "0.9"},
@@ -116,9 +117,9 @@ def test_nested_settings_have_their_full_name(tmp_path: Path) -> None:
 def test_generation_accepts_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Generation and the server, by their origin. Evaluations and training have their own tests."""
     write_llama(tmp_path / "given", depth_scale=2.0)
-    origin = Origin(hf=tmp_path / "given", ignore=("depth_scale",))
-    config = generation_config(origin, GenerationConfig).base
-    assert weights_of(origin, config.model).shapes()
+    name, reading = f"hf:{tmp_path / 'given'}", Reading(ignore=("depth_scale",))
+    config = generation_config(name, GenerationConfig, reading).base
+    assert weights_of(open_stored(name, reading), config.model).shapes
     assert "ignored settings: depth_scale=2.0" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"depth_scale=2.0: this setting is not supported"):
-        generation_config(origin._replace(ignore=()), GenerationConfig)
+        generation_config(name, GenerationConfig)

@@ -108,7 +108,7 @@ def test_the_file_that_transformers_reads_is_read(tmp_path: Path) -> None:
     tensors = write_llama(tmp_path / "theirs")
     save_file({"other": np.zeros(3, np.float32)}, tmp_path / "theirs/consolidated.safetensors")
     source = f"hf:{tmp_path / 'theirs'}"
-    assert {*open_source(source).foreign.tensors.entries()} == {*tensors}
+    assert {*open_source(source).foreign.tensors.entries} == {*tensors}
     shutil.move(tmp_path / "theirs/model.safetensors", tmp_path / "theirs/another.safetensors")
     with pytest.raises(UserError, match="other: the model has no such weight"):
         open_source(source)

@@ -17,7 +17,7 @@ from gpu_stand_in import stand_in
 from peer_threads import together
 from run_folder import events
 
-from megajax.job.compile_log import Compile, CompileLog
+from megajax.job.compile_log import COMPILED, Compile, CompileLog
 from megajax.job.start import compile_cache
 from megajax.job.start.compile_cache import (
     cache_in_use,
@@ -29,8 +29,8 @@ from megajax.job.start.compile_cache import (
     use_cache,
 )
 from megajax.job.steps import first_step
-from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.console import PlainConsole
+from megajax.processes.xla_options import XlaConfig
 
 PATIENCE = 300
 
@@ -245,4 +245,18 @@ def test_a_world_writable_cache_is_not_used(tmp_path):
 
 def test_sentences():
     assert Compile("train_step", 61.0, False, None).description() == "compiled the train step: 1m01s"
+    lines, events = [], []
+    log = CompileLog(lines.append, lambda event, **fields: events.append(fields["name"]))
+    for name, seconds in (
+        ("jit(slice)", 1.5),
+        ("copy", 0.2),
+        ("broadcast_in_dim", 1.5),
+        ("huge", 20.0),
+        ("slice", 2.0),
+    ):
+        log._on_duration(COMPILED, seconds, fun_name=name)
+    log._on_duration(COMPILED, 3.0, fun_name="jit(train_step)")
+    assert lines[0] == "compiled huge: 20 s; 2 small programs before it: 3.0 s"
+    assert lines[1:] == ["compiled the train step: 3.0 s; 1 small program before it: 2.0 s"]
+    assert events == ["slice", "broadcast_in_dim", "huge", "slice", "train_step"]
     assert Compile("f", 0.52, True, 40.2).description() == "compiled f: cached, read in 0.5 s, 40 s saved"

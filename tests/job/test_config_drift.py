@@ -8,12 +8,12 @@ from small_jobs import VOCABULARY, model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.text.config import MockConfig
+from megajax.job.notebook import prepare
 from megajax.job.start.resume import changes, facts
 from megajax.metrics.config import LoggingConfig
 from megajax.optim.config import AdamWConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig
-from megajax.training.session import prepare
 
 DRIFT: dict[str, tuple[dict[str, Any], str, str]] = {
     "hidden": ({"model": model(hidden=32)}, "model.hidden", "16 -> 32"),

@@ -8,7 +8,7 @@ import pytest
 from run_folder import events
 from small_jobs import losses, run_config
 
-from megajax.checkpoint import block_reader, integrity
+from megajax.checkpoint import manifest, verified_reads
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.job.job import train
@@ -16,8 +16,8 @@ from megajax.job.job import train
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrity, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(block_reader, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(verified_reads, "BLOCK_BYTES", 512)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints after steps 3 and 6."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrity, "BLOCK_BYTES", 512)
+        patch.setattr(manifest, "BLOCK_BYTES", 512)
         assert train(run_config(folder)) == 0
     return folder
 

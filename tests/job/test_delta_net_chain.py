@@ -14,7 +14,7 @@ from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
 from megajax.interop import conversion
 from megajax.interop.loading import load, start_engine
-from megajax.interop.origin import Origin, generation_config
+from megajax.interop.weights.origin import generation_config
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.qwen import qwen3_next
@@ -25,7 +25,7 @@ LAYOUT = ParallelConfig(data=1, expert=2, context=2, data_sharding="fsdp")
 FEW = {"evaluation": EvaluationConfig(every=None), "steps": 4}
 
 
-def tokens(origin: Origin) -> list[list[int]]:
+def tokens(origin: str) -> list[list[int]]:
     """Greedy answers to two prompts."""
     config: GenerationConfig = generation_config(origin, GenerationConfig).base
     settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
@@ -54,5 +54,5 @@ def test_from_training_to_transformers_and_back(tmp_path: Path) -> None:
     first, second = (load_file(folder / "model.safetensors") for folder in (exported, again))
     assert {name: x.tobytes() for name, x in first.items()} == {name: x.tobytes() for name, x in second.items()}
     assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in first
-    answers = [tokens(origin) for origin in (Origin(run=halved), Origin(hf=exported))]
+    answers = [tokens(origin) for origin in (str(halved), f"hf:{exported}")]
     assert answers[0] == answers[1] and len(answers[0][0]) == 6

@@ -1,12 +1,13 @@
-"""What the banner says of a run's layers."""
+"""The size of the banner, and what it says of a run's layers."""
 
 import jax
 import pytest
 
 from megajax.config import load
+from megajax.display.banner import plain
 from megajax.job.banner import banner
 from megajax.job.description import describe
-from megajax.training.session import setup
+from megajax.job.notebook import set_up
 
 
 @pytest.mark.parametrize(
@@ -18,9 +19,11 @@ from megajax.training.session import setup
     ],
 )
 def test_equal_expert_layers_and_every_section_have_one_line(config: str, experts: int, sections: list[str]) -> None:
-    run = setup(load(config, "evaluation.every=none"), devices=jax.devices()[:8])
+    run = set_up(load(config, "evaluation.every=none"), devices=jax.devices()[:8])
     description = describe(run.parts)
-    lines = [row for _, rows in banner(run, description, "new run") for row in rows]
+    content = banner(run, description, "new run")
+    assert len(plain("MegaJAX", content).splitlines()) <= 25
+    lines = [row for _, rows in content for row in rows]
     run.close()
     assert len(description.mixtures) == experts == len([text for name, text in lines if "experts on a device" in text])
     assert list(description.saved) == sections

@@ -1,5 +1,6 @@
 """Out of memory and broken libraries: messages and exit codes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ from small_jobs import model, run_config
 
 from megajax.command_line.parser import front_door
 from megajax.config.compose import override
-from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
-from megajax.job.faults.device_faults import (
+from megajax.job.device_faults import (
     DeviceFault,
     cheapest,
     device_fault,
@@ -20,10 +20,11 @@ from megajax.job.faults.device_faults import (
     requested_bytes,
     state_bytes,
 )
+from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.processes.installation import Installation
-from megajax.mesh.xla_options import MEMORY_FRACTION
+from megajax.processes.installation import Installation
+from megajax.processes.xla_options import MEMORY_FRACTION
 from megajax.training.config import BatchConfig
 from megajax.training.loop import Steps
 
@@ -134,7 +135,7 @@ def test_GPUs_too_old_for_their_CUDA_are_named(capability, named, monkeypatch):
     stand_in(monkeypatch, capability=capability, kind="NVIDIA P40")
     plugins = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.12.0.1")
     there = Installation(8, (580, 65), plugins, frozenset({"cudnn", "cublas", "nccl"}))
-    monkeypatch.setattr("megajax.job.faults.device_faults.find_installation", lambda: there)
+    monkeypatch.setattr("megajax.job.device_faults.find_installation", lambda: there)
     text = installation("CUDNN_STATUS_NOT_INITIALIZED")
     assert ("NVIDIA P40 has compute capability 6.1; jax for CUDA 13 needs" in text) == named
 
@@ -183,11 +184,8 @@ def test_a_large_state_is_sharded_first():
 
 
 def test_large_logits_are_named():
-    wide = model(vocabulary_size=200_000)
-    cfg = run_config(
-        model=wide.__class__(**{f: getattr(wide, f) for f in wide.__slots__} | {"loss_chunk": 4096}),
-        batch=BatchConfig(global_size=8, micro_size=1),
-    )
+    wide = replace(model(vocabulary_size=200_000), loss_chunk=4096)
+    cfg = run_config(model=wide, batch=BatchConfig(global_size=8, micro_size=1))
     settings = [change.setting for change in cheapest(cfg, 8, None, mostly_state=False)]
     assert "model.loss_chunk=2048" in settings
 

@@ -16,7 +16,7 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.inference.config import GenerationConfig
-from megajax.interop.origin import Origin, generation_config
+from megajax.interop.weights.origin import generation_config
 from megajax.job.job import train
 from megajax.models.distilled.config import with_teacher
 from megajax.models.presets.llama import llama3
@@ -66,7 +66,7 @@ def test_a_run_beside_its_teacher_exports_the_student_alone(folder: Path) -> Non
     assert tensors.keys() == alone.keys() and not any("teacher" in name for name in tensors)
     assert tensors["model.embed_tokens.weight"].shape == (257, STUDENT.hidden)
     assert alone["model.embed_tokens.weight"].shape == (257, TEACHER.hidden)
-    served = generation_config(Origin(run=folder / "beside"), GenerationConfig).base.model
+    served = generation_config(folder / "beside", GenerationConfig).base.model
     assert served == model.student() and not hasattr(served, "teacher")
     words = ["--prompt=ab", "--max-tokens=8", "--temperature=0"]
     answers = [

@@ -16,17 +16,17 @@ from tiny_runs import with_block
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
 from megajax.job.job import train
+from megajax.job.notebook import set_up
 from megajax.job.start.resume import facts
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.summary import summarize
+from megajax.models.facts import summarize
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.resolved import Resolved
 from megajax.training.run_config import RunConfig
-from megajax.training.session import setup
 
 STEPS = 6
 LEGS = (8, 6, 8)
@@ -117,13 +117,13 @@ def test_idle_devices_are_named(tmp_path, present, capsys):
 
 def test_a_notebook_uses_the_layout_that_fits(tmp_path):
     cfg = job(tmp_path, model(repeats=1), ParallelConfig(data=8), steps=1, rows=8)
-    run = setup(cfg, devices=jax.devices()[:2])
+    run = set_up(cfg, devices=jax.devices()[:2])
     assert run.mesh.shape["data"] == 2 and run.cfg.parallel.data == 2
     assert (plan := run.parts.resolved.replan) is not None and plan.text().endswith("data 8 -> 2, microbatches 1 -> 4")
     run.close()
     fixed = cfg.but(parallel=ParallelConfig(data=8))
     with pytest.raises(ConfigError, match=r"--parallel\.elastic trains on 2 of 2 with the same rows per step"):
-        setup(fixed, devices=jax.devices()[:2])
+        set_up(fixed, devices=jax.devices()[:2])
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(8, 24), (5, 25)])

@@ -15,9 +15,9 @@ from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.faults.config import ResilienceConfig
 from megajax.job.hooks import Evaluate, PaddedRows
 from megajax.job.job import train
+from megajax.job.notebook import prepare, set_up
 from megajax.metrics.config import LoggingConfig
 from megajax.training.config import EvaluationConfig
-from megajax.training.session import prepare, setup
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,10 @@ def test_several_validation_sets_are_reported_by_name(corpus, tmp_path):
 def test_full_validation_counts_every_row_once(corpus, tmp_path):
     data = BlendConfig(valid_paths=(corpus,), train_paths=(corpus,), drop_last=False, cache_dir=str(tmp_path / "cache"))
     cfg = run_config(tmp_path, data=data, evaluation=EvaluationConfig(full=True))
-    run = setup(cfg)
+    run = set_up(cfg)
     source = run.parts.splits.valid
     assert len(source) % 8  # 390 tokens in rows of 16: not a whole number of batches
-    measure = Evaluate(cfg, type("Log", (), {"log": lambda *_: None, "event": lambda *_, **__: None})())
+    measure = Evaluate(cfg.evaluation, type("Log", (), {"log": lambda *_: None, "event": lambda *_, **__: None})())
     measure.at_end(run, 0)
     sums = np.zeros(2)
     for row in range(len(source)):

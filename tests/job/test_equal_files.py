@@ -13,7 +13,7 @@ from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.data import checksum
 from megajax.data.checksum import group_files
-from megajax.job.start.equal_files import BLOCK, BLOCKS, demand_equal_files, input_groups
+from megajax.job.start.equal_inputs import BLOCK, BLOCKS, demand_equal_files, input_groups
 from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
 
 PROCESSES = 4

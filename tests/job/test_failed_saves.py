@@ -8,7 +8,7 @@ import pytest
 from run_folder import events, lines
 from small_jobs import run_config
 
-from megajax.checkpoint import arrays
+from megajax.checkpoint import array_serialization
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.job.job import train
 from megajax.job.saves.save import SavesFailed
@@ -79,9 +79,9 @@ def test_failed_saves_are_retried_counted_and_end_the_run(tmp_path, monkeypatch,
 
 
 def test_a_background_error_is_reported_at_the_next_step_and_a_retry_saves(tmp_path, monkeypatch, capfd):
-    start_writing, count = arrays.start_writing, iter(range(1, 1 << 30))
+    start_writing, count = array_serialization.start_writing, iter(range(1, 1 << 30))
     failing = lambda path, array_names: FailsLater() if next(count) in (1, 2) else start_writing(path, array_names)  # noqa: E731
-    monkeypatch.setattr(arrays, "start_writing", failing)
+    monkeypatch.setattr(array_serialization, "start_writing", failing)
     assert train(job(tmp_path, 40)) == 0
     assert names(tmp_path)[:7] == ["begun", "retried", "begun", "retried", "begun", "committed", "begun"]
     _, retried, *_ = saves(tmp_path)
@@ -104,4 +104,4 @@ def test_a_failure_of_the_last_save_is_retried_and_is_not_exit_code_0(tmp_path, 
         SavesFailed, match=r"2 failed saves in a row \(at the end of training\). Nothing has been saved yet"
     ):
         train(job(tmp_path / "lost", 6, every=None, retries=0, failed_saves=None))
-    assert events(tmp_path / "lost")[-1]["exit_code"] == 1
+    assert events(tmp_path / "lost")[-1]["code"] == 1

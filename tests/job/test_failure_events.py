@@ -13,14 +13,16 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
+from megajax.data.text.config import BlendConfig
 from megajax.faults.activity import Activity
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.drills import DrillFault
-from megajax.job.faults.failure import MAX_ERROR_LENGTH, FailureLog, one_line, report_lost_lines
-from megajax.job.job import train
+from megajax.faults.failure_log import MAX_ERROR_LENGTH, one_line
+from megajax.job.job import fail, train
+from megajax.job.setup import JobStart
 from megajax.job.steps import step_record
-from megajax.metrics.event_log import EventLog
-from megajax.metrics.line_file import FileDeleted, LinesLost
+from megajax.mesh.config import ParallelConfig
+from megajax.metrics.line_file import FileDeleted, LinesLost, report_lost_lines
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
 
@@ -32,7 +34,7 @@ def test_an_error_while_waiting_for_rows(tmp_path: Path) -> None:
         train(run_config(run, resilience=faulty, checkpoint=CheckpointConfig(every=2)))
     (crash,) = events(run, "crash")
     assert crash.pop("time") and crash.pop("clock") and "DrillFault: " in crash.pop("error")
-    assert crash == {"event": "crash", "process": 0, "phase": "data_wait", "step": 4, "exit_code": 1}
+    assert crash == {"event": "crash", "attempt": 1, "process": 0, "phase": "data_wait", "step": 4, "exit_code": 1}
     (attempt,) = attempts(read_history(run))
     assert attempt.ending.startswith("crashed in data wait of step 4: DrillFault: ") and attempt.exit_code == 1
     assert attempt.ready is not None and attempt.begin < attempt.ready < attempt.end
@@ -130,9 +132,18 @@ def test_a_run_whose_files_are_deleted_fails_and_creates_none(tmp_path: Path, mo
 
 def test_a_folder_that_is_being_deleted_gets_no_event(tmp_path: Path) -> None:
     """`rm -r` has deleted metrics.jsonl and events.jsonl, and not yet the folder."""
-    failures = FailureLog()
-    failures.open(tmp_path / "events.jsonl", Activity(), EventLog(), 0)
-    failures.crash(FileDeleted("metrics.jsonl was deleted"), FileDeleted("metrics.jsonl was deleted"))
-    assert not list(tmp_path.iterdir())
-    failures.crash(ValueError("odd"), ValueError("odd"))
-    assert (tmp_path / "events.jsonl").exists()
+    for error, recorded in ((FileDeleted("metrics.jsonl was deleted"), False), (ValueError("odd"), True)):
+        attempt = JobStart(tmp_path, None, 0.0)
+        attempt.failures.open(attempt.events.append, 0, 1)
+        with pytest.raises(type(error)):
+            fail(error, run_config(tmp_path), attempt)
+        assert (tmp_path / "events.jsonl").exists() == recorded
+
+
+def test_a_refused_config_leaves_no_run_folder(tmp_path: Path) -> None:
+    files = run_config(tmp_path / "run", data=BlendConfig(paths=(str(tmp_path / "absent"),)))
+    layout = run_config(tmp_path / "run", parallel=ParallelConfig(tensor=3))
+    for cfg in (files, layout):
+        with pytest.raises(UserError):
+            train(cfg)
+        assert not (tmp_path / "run").exists()

@@ -22,10 +22,10 @@ from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.job.start.compile_cache import use_cache
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.processes.gpus import SET_BY_MEGAJAX, SEVERAL_GPUS
-from megajax.mesh.xla_options import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
+from megajax.processes.gpus import SET_BY_MEGAJAX, SEVERAL_GPUS
+from megajax.processes.xla_options import XlaConfig, compiler_options, set_process
 from megajax.tasks.end_of_run_samples import sample
 from megajax.training.check_compiler_options import default_options
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -92,7 +92,7 @@ def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, 
     assert "attention cudnn" in text and "xla_gpu_enable_latency_hiding_scheduler=True" in text
     single_spaced = " ".join(text.split())
     assert "NCCL_LAUNCH_MODE=GROUP (MegaJAX)" in single_spaced
-    assert "GPU memory 0.92 of it for arrays" in single_spaced and "start step 2 of" in single_spaced
+    assert "GPU memory 0.92 of it for arrays" in single_spaced and ", step 2 of" in single_spaced
     assert "peak memory of a device 2.0 MiB of 72.00 GiB" in single_spaced
     assert "throughput per GPU (TFLOP/s/GPU): 0.0" in text and "Megatron-LM's formula" in text
     # By XLA's own times, and by those of the cost model.

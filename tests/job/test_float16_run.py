@@ -45,6 +45,21 @@ def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp
     assert taken[-1]["loss"] < taken[0]["loss"]
 
 
+@pytest.mark.parametrize(
+    ("scale", "title", "text"),
+    [
+        (2.0**32, "done, and nothing was learned", "12 of 12; the loss scale still falls, now 2,097,152"),
+        (2.0**24, "done\n", " of 12; the loss scale fell to "),
+    ],
+)
+def test_the_last_box_counts_skipped_updates(tmp_path, capfd, scale, title, text):
+    assert train(job(tmp_path, DynamicScaleConfig(initial=scale), steps=12)) == 0
+    out = capfd.readouterr().out
+    box = out[out.index("\ndone") :]
+    assert f"starts at {scale:,.0f}; updates are skipped until" in out
+    assert f"\n{title}" in box and text in box
+
+
 @pytest.mark.slow
 def test_an_overflow_at_the_lowest_scale_ends_the_run(tmp_path, capfd):
     cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, floor=2.0**27, hysteresis=1))

@@ -15,8 +15,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
 from megajax.data.images.config import ImageTextConfig
 from megajax.faults.config import ResilienceConfig
-from megajax.interop.formats import open_stored
-from megajax.interop.runs.format import open_step
+from megajax.interop.weights.formats import open_stored
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -61,7 +60,7 @@ def job(data: ImageTextConfig, folder: Path, **changes: Any) -> RunConfig:
 
 def whole(weights: Any) -> dict[str, np.ndarray]:
     """Every weight by path, without the padding of the vocabulary."""
-    boxes = {path: tuple(slice(0, size) for size in shape) for path, shape in weights.shapes().items()}
+    boxes = {path: tuple(slice(0, size) for size in shape) for path, shape in weights.shapes.items()}
     boxes["tokens"] = (slice(0, VOCABULARY), boxes["tokens"][1])
     return {path: np.asarray(weights.read(path, box), np.float32) for path, box in boxes.items()}
 
@@ -78,7 +77,7 @@ def test_a_run_on_images_from_start_to_export(tmp_path: Path) -> None:
     assert losses(run)[-1] < losses(run)[0] - 0.5
 
     assert convert.main([f"--from={halved}", f"--to=hf:{tmp_path / 'theirs'}"]) == 0
-    stored, trained = open_stored(f"hf:{tmp_path / 'theirs'}"), whole(open_step(halved).weights())
+    stored, trained = open_stored(f"hf:{tmp_path / 'theirs'}"), whole(open_stored(halved).weights)
     exported = whole(stored.weights)
     assert exported.keys() == trained.keys()
     assert all((exported[path] == trained[path]).all() for path in exported)
@@ -86,5 +85,5 @@ def test_a_run_on_images_from_start_to_export(tmp_path: Path) -> None:
     optimizer = replace(load("qwen3_vl.py:debug").optimizer, trainable=("projector.*", "features.*"))
     start = CheckpointConfig(load=Path(f"hf:{tmp_path / 'theirs'}"), parts="weights")
     assert train(job(data, tuned, optimizer=optimizer, checkpoint=start, steps=2)) == 0
-    changed = {path for path, weight in whole(open_step(tuned).weights()).items() if (weight != trained[path]).any()}
+    changed = {path for path, weight in whole(open_stored(tuned).weights).items() if (weight != trained[path]).any()}
     assert {path.partition(".")[0] for path in changed} == {"projector", "features"}

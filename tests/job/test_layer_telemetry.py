@@ -12,8 +12,9 @@ from run_folder import events, lines, steps
 from small_jobs import model, run_config
 from tiny_runs import with_block
 
-from megajax.job.faults.watch import Watch
 from megajax.job.job import train
+from megajax.job.notebook import set_up
+from megajax.job.suspicious_steps import Watch
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
@@ -21,7 +22,6 @@ from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.metrics.config import LoggingConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.training.config import BatchConfig
-from megajax.training.session import setup
 
 CAPACITY = CapacityConfig(factor=0.98, drop="position")
 ROUTER = RouterConfig(force_balance=True, aux_loss=0.01, capacity=CAPACITY)
@@ -42,7 +42,7 @@ def mixture(layers: int = 2) -> DecoderConfig:
 
 @pytest.mark.slow
 def test_a_step_reports_each_layer_even_if_its_update_is_skipped() -> None:
-    run = setup(run_config(model=mixture()), devices=jax.devices()[:1])
+    run = set_up(run_config(model=mixture()), devices=jax.devices()[:1])
     (info,) = run.steps(1)
     measurements = info.measured
     np.testing.assert_array_equal(measurements["expert_tokens"].values, [TOKENS] * 2)

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import pytest
 import run_folder
 import small_jobs
-from local_sets import damage, like, sets, small
+from local_sets import damage, like, pack_of, sets, small
 
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.checkpoint.reader import DamagedStep
 from megajax.faults.activity import Activity
 from megajax.job.saves.local_saves import LocalSaves, intact_step
 from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.metrics.event_log import EventLog
+from megajax.planning.resolve import resolve
 from megajax.storage import disk
 from megajax.training.config import BatchConfig
-from megajax.training.resolved import resolve
 from megajax.training.run_config import RunConfig
 
 ONE = dict.fromkeys(MESH_AXES, 1)
@@ -94,7 +95,7 @@ def test_the_newest_wins(tmp_path, shared, local, kind, step):
 
 def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capfd):
     attempt(tmp_path, config(tmp_path), (3,), (2, 4))
-    damage(sets(tmp_path)[-1] / "own.bin")
+    damage(sets(tmp_path)[-1] / pack_of(0))
     second = attempt(tmp_path, config(tmp_path))
     assert (second.kind, second.step) == ("shared", 3)
     (passed_over,) = [event for event in second.events if event["event"] == "checkpoint_fallback"]
@@ -107,7 +108,7 @@ def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capf
 
 def test_a_damaged_local_checkpoint_that_is_older_than_the_shared_one_is_no_fallback(tmp_path):
     attempt(tmp_path, config(tmp_path), (6,), (4,))
-    damage(sets(tmp_path)[-1] / "own.bin")
+    damage(sets(tmp_path)[-1] / pack_of(0))
     second = attempt(tmp_path, config(tmp_path))
     assert (second.kind, second.step) == ("shared", 6)
     assert not [event for event in second.events if event["event"] == "checkpoint_fallback"]
@@ -203,9 +204,12 @@ class State(NamedTuple):
 def test_the_state_saved_when_another_process_is_lost(tmp_path, capfd):
     """One process in the role of the first of two, whose state has no shards of the other."""
     cfg, error, activity = config(tmp_path), jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), Activity()
+    events = tmp_path / "run" / "events.jsonl"
     with (
         cfg.checkpoint.build(tmp_path / "run" / "checkpoints") as manager,
-        LocalSaves(resolve(cfg), manager, activity, lambda name, **fields: None) as saves,
+        LocalSaves(
+            resolve(cfg), manager, activity, lambda name, **fields: None, record=EventLog(events).append
+        ) as saves,
     ):
         assert saves.local is not None
         run: Any = SimpleNamespace(state=State(jnp.asarray(4), jnp.ones((4, 4))))

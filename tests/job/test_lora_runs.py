@@ -12,7 +12,7 @@ from tiny_runs import ONE, build_program, llama
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.faults.config import ResilienceConfig
-from megajax.interop.runs.format import open_step
+from megajax.interop.weights.formats import open_stored
 from megajax.job.job import train
 from megajax.job.start.weights import frozen_weights_warning
 from megajax.layers.block.step_work import Training
@@ -64,9 +64,9 @@ def test_a_run_starts_from_a_base_and_resumes_exactly(tmp_path: Path, capsys: py
     assert train(run_config(halved, **settings, resilience=ResilienceConfig(exit_after_steps=2))) == 0
     assert train(run_config(halved, **settings)) == 0
     assert exact_losses(halved) == exact_losses(uninterrupted)
-    weights, resumed_weights = open_step(uninterrupted).weights(), open_step(halved).weights()
-    started = open_step(base).weights()
-    for path, shape in weights.shapes().items():
+    weights, resumed_weights = open_stored(uninterrupted).weights, open_stored(halved).weights
+    started = open_stored(base).weights
+    for path, shape in weights.shapes.items():
         box = tuple(slice(0, size) for size in shape)
         np.testing.assert_array_equal(weights.read(path, box), resumed_weights.read(path, box), err_msg=path)
         if ".lora_" not in path:

@@ -89,15 +89,15 @@ def test_adapters_are_compared_with_their_frozen_base(tmp_path: Path) -> None:
 
 def test_an_interrupted_computation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after a batch of rows, the next start computes the others."""
-    add, count = reference.Store.add, []
+    add, count = reference.ScoresFile.add, []
 
-    def dying(self: reference.Store, rows: np.ndarray) -> None:
+    def dying(self: reference.ScoresFile, rows: np.ndarray) -> None:
         add(self, rows)
         count.append(len(rows))
         if len(count) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(reference.Store, "add", dying)
+    monkeypatch.setattr(reference.ScoresFile, "add", dying)
     with pytest.raises(KeyboardInterrupt):
         train(config(tmp_path, steps=3))
     assert not scores(tmp_path)

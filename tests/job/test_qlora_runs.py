@@ -12,9 +12,9 @@ from small_jobs import losses, model, run_config
 from megajax import convert
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.faults.config import ResilienceConfig
-from megajax.interop.loading import quantized_weights
-from megajax.interop.origin import Origin, without_adapters
-from megajax.interop.runs.format import open_step
+from megajax.interop.weights.fit import weights_of
+from megajax.interop.weights.formats import open_stored
+from megajax.interop.weights.model_parts import without_adapters
 from megajax.job.job import train
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.low_rank import LORA_A, LORA_B
@@ -29,7 +29,7 @@ MODEL = replace(
 
 
 def whole(weights: Any, path: str) -> np.ndarray:
-    return weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path]))
+    return weights.read(path, tuple(slice(0, size) for size in weights.shapes[path]))
 
 
 @pytest.mark.slow
@@ -50,21 +50,21 @@ def test_a_run_on_quantized_weights_from_start_to_export(tmp_path: Path, capsys:
     assert train(run_config(tmp_path / "from_folder", **settings | {"checkpoint": from_folder})) == 0
     np.testing.assert_allclose(losses(tmp_path / "from_folder"), losses(run), rtol=1e-6)
 
-    trained, stored = open_step(run).weights(), open_step(base).weights()
-    merged = quantized_weights(Origin(run=run), without_adapters(MODEL))
-    assert merged.shapes() == stored.shapes()
+    trained, stored = open_stored(run).weights, open_stored(base).weights
+    merged = weights_of(open_stored(run), without_adapters(MODEL))
+    assert merged.shapes == stored.shapes
     query = "stack.blocks.0.mixer.query"
     dense = np.einsum("ldr,lrhk->ldhk", whole(trained, query + LORA_A), whole(trained, query + LORA_B))
     before = whole(merged, query) - MODEL.lora.scale() * dense
     assert 0.01 < np.abs(before - whole(stored, query)).max() / np.abs(before).max() < 0.3
     flags = [f"--from={run}", f"--to={tmp_path / 'merged'}", "--merge", "--verify"]
     assert convert.main(flags) == 0
-    np.testing.assert_array_equal(whole(open_step(tmp_path / "merged").weights(), query), whole(merged, query))
+    np.testing.assert_array_equal(whole(open_stored(tmp_path / "merged").weights, query), whole(merged, query))
 
     assert convert.main([f"--from={run}", f"--to=peft:{tmp_path / 'peft'}", f"--base=hf:{theirs}"]) == 0
     back = tmp_path / "back"
     assert convert.main([f"--from=peft:{tmp_path / 'peft'}", f"--base=hf:{theirs}", f"--to={back}"]) == 0
-    np.testing.assert_array_equal(whole(open_step(back).weights(), query + LORA_B), whole(trained, query + LORA_B))
+    np.testing.assert_array_equal(whole(open_stored(back).weights, query + LORA_B), whole(trained, query + LORA_B))
 
 
 def test_what_quantized_weights_need_for_training() -> None:

@@ -16,8 +16,9 @@ from megajax import convert
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.faults.config import ResilienceConfig
-from megajax.interop.runs.format import open_step
+from megajax.interop.weights.formats import open_stored
 from megajax.job.job import train
+from megajax.job.notebook import set_up
 from megajax.job.start.resume import Resume
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -25,14 +26,14 @@ from megajax.layers.moe.config import MoEConfig
 from megajax.layers.param import Matrix, Normal, param
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import PredictionConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.block_recipes import nvfp4
 from megajax.precision.config import Fp8DelayedConfig, MatmulConfig, Nvfp4Config, PrecisionConfig
 from megajax.precision.matmul import RoundedMatmul
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run
 
 EXPERTS = {"stack.blocks.0.mlp.experts.up.amax.max"}
 DENSE = {"stack.blocks.0.mlp.up.amax.max", "predictions.0.from_state.amax.max"}
@@ -51,7 +52,7 @@ def job(recipe: MatmulConfig, folder: Path | str = "unused", **changes: Any) -> 
 def state(folder: Path, cfg: RunConfig) -> Run:
     """The run as of its last checkpoint."""
     reader, _ = open_checkpoints(folder)
-    return setup(cfg, start=Resume(reader, reader.newest(), same_run=False, say=print))
+    return set_up(cfg, start=Resume(reader, reader.newest(), same_run=False, say=print))
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_a_resume_is_exact_and_another_layout_gets_the_same_histories(
 
 @pytest.mark.slow
 def test_evaluation_and_the_model_use_the_scales_and_do_not_change_them() -> None:
-    run = setup(job(DELAYED, model=model(hidden=64, ffn=64, dropout=0.0, repeats=1)))
+    run = set_up(job(DELAYED, model=model(hidden=64, ffn=64, dropout=0.0, repeats=1)))
     for _ in run.steps(1):
         pass
     before = jax.device_get(run.state.observed)
@@ -142,12 +143,12 @@ def test_adapters_beside_rounded_experts_from_start_to_export(tmp_path: Path) ->
     assert losses(halved) == losses(run)
 
     assert convert.main([f"--from={run}", f"--to={tmp_path / 'merged'}", "--merge", "--verify"]) == 0
-    before, trained, merged = (open_step(folder).weights() for folder in (base, run, tmp_path / "merged"))
+    before, trained, merged = (open_stored(folder).weights for folder in (base, run, tmp_path / "merged"))
 
     def read(weights: Any, path: str) -> np.ndarray:
-        return np.asarray(weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path])), np.float32)
+        return np.asarray(weights.read(path, tuple(slice(0, size) for size in weights.shapes[path])), np.float32)
 
-    assert merged.shapes() == before.shapes()
+    assert merged.shapes == before.shapes
     for name in ("up", "down"):
         path = f"stack.blocks.0.mlp.experts.{name}"
         np.testing.assert_array_equal(read(trained, path), read(before, path))

@@ -15,7 +15,7 @@ from megajax.job.integrity.integrity import idle_drills
 from megajax.job.integrity.recompute import (
     CheckGradients,
     Recompute,
-    Verdict,
+    RecomputeVerdict,
     devices_of,
     mismatch_message,
     scale_of,
@@ -39,7 +39,7 @@ def recompute(layout: str):
     of = replace(build_program(small, LAYOUTS[layout], microbatches=2), options=QUICK)
     state, batch, recompute = start(of), place(of, rows()), Recompute(of)
 
-    def run(scale, tolerance: float = 0.0) -> Verdict | None:
+    def run(scale, tolerance: float = 0.0) -> RecomputeVerdict | None:
         with within(of):
             result = recompute(state.inputs, batch, scale, tolerance)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the state of the run stays"
@@ -61,12 +61,12 @@ def test_the_group_with_a_faulty_device_is_named(layout):
     for group in (0, 3):
         device = mesh.devices.reshape(mesh.shape["pipeline"], 4, -1)[:, group].flat[-1]
         always = run(partial(faulty, device, range(4)))
-        assert always == Verdict((group,), reproducible=True, alike=2)
+        assert always == RecomputeVerdict((group,), reproducible=True, alike=2)
         assert device in devices_of(mesh, always)
         assert f"{device.id} (process 0)" in mismatch_message(7, always, devices_of(mesh, always))
         for number in range(2):
             once = run(partial(faulty, device, [number]))
-            assert once == Verdict((group,), reproducible=False, alike=3)
+            assert once == RecomputeVerdict((group,), reproducible=False, alike=3)
     assert run(partial(faulty, device, range(4)), 0.01) is None, "a thousandth is tolerated"
     assert run(partial(faulty, device, range(4)), 1e-4) is not None
 
@@ -78,21 +78,21 @@ def test_groups_that_results_blame():
         return np.isin(np.arange(4), groups)
 
     # Group 2 is faulty: its own rows in the first order, those of group 1 in the second.
-    assert verdict(where(1, 2), none, none) == Verdict((2,), True, 2)
-    assert verdict(where(3, 0), none, none) == Verdict((0,), True, 2)
-    assert verdict(where(2), where(2), none) == Verdict((2,), False, 3)
-    assert verdict(where(2), none, where(2)) == Verdict((3,), False, 3)
-    assert verdict(where(2), none, none) == Verdict((2, 3), True, 3), "one of two, nothing says which"
+    assert verdict(where(1, 2), none, none) == RecomputeVerdict((2,), True, 2)
+    assert verdict(where(3, 0), none, none) == RecomputeVerdict((0,), True, 2)
+    assert verdict(where(2), where(2), none) == RecomputeVerdict((2,), False, 3)
+    assert verdict(where(2), none, where(2)) == RecomputeVerdict((3,), False, 3)
+    assert verdict(where(2), none, none) == RecomputeVerdict((2, 3), True, 3), "one of two, nothing says which"
     two = np.ones(2, bool)
-    assert verdict(two, ~two, ~two) == Verdict((0, 1), True, 0)
+    assert verdict(two, ~two, ~two) == RecomputeVerdict((0, 1), True, 0)
 
 
 def test_messages():
     devices = jax.devices()[:2]
-    passing = mismatch_message(3, Verdict((0,), False, 3), devices[:1])
+    passing = mismatch_message(3, RecomputeVerdict((0,), False, 3), devices[:1])
     assert "device 0 (process 0) computed other gradients" in passing and "tolerance" not in passing
-    assert "resilience.recompute.tolerance" in mismatch_message(3, Verdict((0, 1), False, 0), devices)
-    lasting = mismatch_message(3, Verdict((0,), True, 2), devices)
+    assert "resilience.recompute.tolerance" in mismatch_message(3, RecomputeVerdict((0, 1), False, 0), devices)
+    lasting = mismatch_message(3, RecomputeVerdict((0,), True, 2), devices)
     assert "devices 0 (process 0), 1 (process 0) reproducibly" in lasting and "2 other groups agree" in lasting
 
 

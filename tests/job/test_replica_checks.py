@@ -7,8 +7,7 @@ from small_jobs import model, run_config
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.faults.config import HealthConfig, RecomputeConfig, ReplicasConfig, ResilienceConfig, StragglersConfig
-from megajax.job.integrity.replicas import most_copies
-from megajax.job.integrity.state_hash import HashedLeaf
+from megajax.job.integrity.replicas import HashedLeaf, most_copies
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh

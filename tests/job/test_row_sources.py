@@ -12,12 +12,12 @@ from megajax.data.rows.config import CyclicConfig, LoaderConfig
 from megajax.data.rows.cyclic import CyclicRows
 from megajax.data.text.config import MockConfig
 from megajax.job.job import train
+from megajax.job.notebook import prepare
 from megajax.job.start.resume import facts
 from megajax.metrics.config import LoggingConfig
 from megajax.reporting.write_report import close_run
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.config import EvaluationConfig
-from megajax.training.session import prepare
 
 
 def test_rows_have_another_order_in_each_pass():

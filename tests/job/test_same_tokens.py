@@ -12,7 +12,7 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.data.chat.config import MockPreferencesConfig
 from megajax.job.job import train
-from megajax.job.start.same_tokens import demand_same_tokens
+from megajax.job.start.equal_inputs import demand_same_tokens
 from megajax.models.answers.config import DPOConfig, with_objective
 from megajax.models.distilled.config import with_teacher
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig, WordPieceTokenizerConfig

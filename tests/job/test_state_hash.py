@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from tiny_runs import QUICK, build_program, llama, start
 
-from megajax.job.integrity.replicas import copied_weight, mismatch_fields, mismatch_message, with_flipped_bit
-from megajax.job.integrity.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, mismatches
+from megajax.job.integrity.replicas import (
+    HashedLeaf,
+    StateHash,
+    array_hash,
+    copied_weight,
+    group_hashes,
+    mismatch_fields,
+    mismatch_message,
+    mismatches,
+    with_flipped_bit,
+)
 from megajax.mesh.config import ParallelConfig
 from megajax.training.program import Program
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.faults.config import StragglersConfig
-from megajax.job.faults.stragglers import CALM_READINGS, Stalls, StragglerRule, WatchStragglers
+from megajax.job.stragglers import CALM_READINGS, Stalls, StragglerRule, WatchStragglers
 from megajax.training.guarded.phase_timers import EXCHANGED, PhaseTimes
 
 RULE = StragglersConfig(factor=2.0, share=0.1)

@@ -10,9 +10,10 @@ import pytest
 from small_jobs import model, run_config
 from tiny_runs import with_block
 
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.manager import CheckpointManager
 from megajax.config.errors import UserError
+from megajax.job.notebook import set_up
 from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.weights import InitialWeights
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
@@ -22,7 +23,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 16), dtype=np.int32)
 
@@ -40,7 +41,7 @@ def experts(number: int, top_k: int, ffn: int, **router: Any) -> DecoderConfig:
 def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     """A dense run's folder with a checkpoint of step 1, and its logits."""
     folder = tmp_path_factory.mktemp("dense")
-    run = setup(run_config(folder, model=with_mlp(GatedMLPConfig(ffn=32))), devices=jax.devices()[:1])
+    run = set_up(run_config(folder, model=with_mlp(GatedMLPConfig(ffn=32))), devices=jax.devices()[:1])
     with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
         manager.save(1, run.state, checkpoint_meta(run.parts, ""))
     return folder, np.asarray(run.model(TOKENS))
@@ -55,7 +56,7 @@ def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = 
     cfg: RunConfig = run_config(model=moe, **changes)
     messages: list[str] = []
     devices = jax.devices()[: 1 if parallel is None else 4]
-    return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, messages.append)), messages
+    return set_up(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, messages.append)), messages
 
 
 def test_copies_of_a_dense_layer_compute_the_same(dense: tuple[Path, np.ndarray]) -> None:

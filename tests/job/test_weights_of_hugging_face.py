@@ -14,14 +14,15 @@ from safetensors.numpy import save_file
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.data.text.config import MockConfig
 from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
 from megajax.interop.megatron.checkpoints.format import write_model
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.name_mapping import resolved
+from megajax.job.notebook import set_up
 from megajax.job.start.layer_order import layers_of
 from megajax.job.start.weights import InitialWeights
 from megajax.layers.attention.config import AttentionConfig
@@ -33,7 +34,7 @@ from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.training.config import EvaluationConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run
 
 BLOCK = BlockConfig(
     mixer=AttentionConfig(heads=4, kv_heads=2, head_dim=4, rope=RopeConfig()),
@@ -79,7 +80,7 @@ def started(
         checkpoint=CheckpointConfig(weights=(source,), ignore=ignore),
     )
     devices = jax.devices()[: int(np.prod(sizes))]
-    return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, say))
+    return set_up(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, say))
 
 
 def hf(folder: Path, **settings: Any) -> WeightsConfig:
@@ -93,8 +94,8 @@ def test_weights_of_megatron(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "gpt").mkdir()
     write_model(tmp_path / "gpt", MODEL, weights)
     run = started(tmp_path, WeightsConfig(run=Path(f"megatron:{tmp_path}/gpt")))
-    assert run.state.params.keys() == weights.shapes().keys()
-    for path, shape in weights.shapes().items():
+    assert run.state.params.keys() == weights.shapes.keys()
+    for path, shape in weights.shapes.items():
         stored = weights.read(path, tuple(slice(0, size) for size in shape))
         np.testing.assert_array_equal(run.state.params[path][tuple(map(slice, shape))], stored)
 
@@ -104,7 +105,7 @@ def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path:
     layout = ParallelConfig(pipeline=2, tensor=2, data=2, data_sharding="fsdp", sequence=True)
     run, weights = started(tmp_path, hf(folder), parallel=layout), open_source(f"hf:{folder}").weights
     for path, spec in run.parts.program.declared.items():
-        array = weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path])).astype(np.float32)
+        array = weights.read(path, tuple(slice(0, size) for size in weights.shapes[path])).astype(np.float32)
         if spec.layers:
             order = run.parts.program.partition.order_of(layers_of(spec))
             assert len(order) == 4 and -1 in order

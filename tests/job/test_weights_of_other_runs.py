@@ -10,12 +10,15 @@ import pytest
 from run_folder import lines
 from small_jobs import run_config
 
+from megajax.checkpoint.boxes import box_of
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
 from megajax.data.images.config import MockImagesConfig, MockMasksConfig
 from megajax.job.job import train
+from megajax.job.notebook import set_up
 from megajax.job.start.resume import checkpoint_meta
 from megajax.job.start.weights import InitialWeights
 from megajax.layers.attention.config import AttentionConfig
@@ -30,7 +33,7 @@ from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import Fp8DelayedConfig, PrecisionConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run
 
 BLOCK = BlockConfig(
     mixer=AttentionConfig(heads=2, bias=True, causal=False), mlp=DenseMLPConfig(ffn=32), norm=LayerNormConfig()
@@ -67,7 +70,7 @@ def test_the_iou_of_a_segmentation_is_logged(tmp_path: Path) -> None:
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint of step 1."""
     folder = tmp_path_factory.mktemp("pretrained")
-    run = setup(job(folder), devices=jax.devices()[:1])
+    run = set_up(job(folder), devices=jax.devices()[:1])
     with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
         manager.save(1, run.state, checkpoint_meta(run.parts, ""))
     return folder
@@ -76,19 +79,19 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(cfg: RunConfig) -> tuple[Run, list[str]]:
     """A run before its first step, and its messages."""
     messages: list[str] = []
-    return setup(
+    return set_up(
         cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, messages.append)
     ), messages
 
 
 def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
     """The weights of a checkpoint."""
-    reader = CheckpointReader(folder / "checkpoints")
-    shapes = {name: shape for name, shape in reader.shapes(step).items() if name.startswith("params.")}
-    like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-    return {
-        name.removeprefix("params."): np.asarray(w) for name, w in reader.restore(step, like, partial=True)[0].items()
-    }
+
+    def read(step: StoredArrays) -> dict[str, np.ndarray]:
+        shapes = {name: array.shape for name, array in step.arrays.items() if name.startswith("params.")}
+        return {name.removeprefix("params."): step.read(name, box_of((), shape)) for name, shape in shapes.items()}
+
+    return CheckpointReader(folder / "checkpoints").use_arrays(step, read)
 
 
 def weights(folder: Path, *fresh: str) -> CheckpointConfig:
@@ -142,7 +145,8 @@ def test_interpolation_keeps_linear_functions() -> None:
         (vit(classes=12), {}, r"head.linear.matrix: stored shape \[16, 10\], this model has \[16, 12\]"),
         (vit(), {"into": "tower"}, "into=tower is not a part of the model"),
         (vit(), {"fresh": ("neck.*",)}, "neck.* names none of the weights"),
-        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 layers with stack"),
+        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 layers with stack.*, this model 3"),
+        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=1)), {}, "has 2 layers with stack.*, this model 1"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

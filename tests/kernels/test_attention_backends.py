@@ -15,10 +15,10 @@ from cudnn_in_jax import stand_in
 from megajax.kernels.attention import cudnn
 from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.attention import PASSES, Mask, Passes, attend, local_device, reference_attention
-from megajax.kernels.attention.pallas import Blocks
+from megajax.kernels.attention.pallas import AttentionBlocks
 
 HEADS, GROUPS, SCALE = 2, 1, 0.3
-SMALL = {"interpret": True, "blocks": Blocks(16, 16, 4)}
+SMALL = {"interpret": True, "blocks": AttentionBlocks(16, 16, 4)}
 PALLAS = Passes(partial(pallas_attention.forward, **SMALL), partial(pallas_attention.backward, **SMALL))
 GPU = local_device().capability is not None if jax.default_backend() == "gpu" else False
 ON_A_GPU = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
@@ -307,7 +307,7 @@ def test_partial_results_combine_by_log_sum_exp(name: str, passes: Passes) -> No
 
 def test_fully_masked_blocks_are_skipped() -> None:
     segments, index = jnp.asarray(np.repeat(np.arange(4), 64)[None]), jnp.arange(256)
-    walk = pallas_attention._split_into_blocks(Mask(index, index, segments, segments), 1, Blocks(32, 32, 4))
+    walk = pallas_attention._split_into_blocks(Mask(index, index, segments, segments), 1, AttentionBlocks(32, 32, 4))
     first, last = np.asarray(walk.keys_of)[0]
     # Two blocks a document: the first visits one block, the second two.
     np.testing.assert_array_equal(last - first, [1, 2] * 4)
@@ -315,7 +315,7 @@ def test_fully_masked_blocks_are_skipped() -> None:
     first, last = np.asarray(walk.queries_of)[0]
     np.testing.assert_array_equal(last - first, [2, 1] * 4)
     windowed = Mask(index, index, None, None, 31)
-    first, last = np.asarray(pallas_attention._split_into_blocks(windowed, 1, Blocks(32, 32, 4)).keys_of)[0]
+    first, last = np.asarray(pallas_attention._split_into_blocks(windowed, 1, AttentionBlocks(32, 32, 4)).keys_of)[0]
     np.testing.assert_array_equal(last - first, [1] + [2] * 7)
 
 

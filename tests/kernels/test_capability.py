@@ -9,14 +9,14 @@ from gpu_stand_in import KIND, CudaVersions, stand_in
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import PASSES, local_device
-from megajax.kernels.attention.capability import BACKENDS, KNOWN_FAULTS, Device, Request, choose
-from megajax.mesh.context_parallelism import ContextSharding
+from megajax.kernels.attention.capability import BACKENDS, KNOWN_FAULTS, KernelDevice, KernelRequest, choose
+from megajax.mesh.config import ContextSharding
 
-H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 28, 0))
-A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 28, 0))
-B200 = Device(name="B200", capability=(10, 0), cudnn=(9, 28, 0))
-DESKTOP = Device(name="RTX 5090", capability=(12, 0), cudnn=(9, 28, 0))
-PLAIN = Request(dtype="bfloat16", key_dim=128, value_dim=128, length=4096)
+H100 = KernelDevice(name="H100", capability=(9, 0), cudnn=(9, 28, 0))
+A100 = KernelDevice(name="A100", capability=(8, 0), cudnn=(9, 28, 0))
+B200 = KernelDevice(name="B200", capability=(10, 0), cudnn=(9, 28, 0))
+DESKTOP = KernelDevice(name="RTX 5090", capability=(12, 0), cudnn=(9, 28, 0))
+PLAIN = KernelRequest(dtype="bfloat16", key_dim=128, value_dim=128, length=4096)
 ACROSS = replace(PLAIN, causal=False, cross=True, key_length=512)
 LATENT = replace(PLAIN, key_dim=192)
 
@@ -27,8 +27,13 @@ LATENT = replace(PLAIN, key_dim=192)
         (H100, PLAIN, "cudnn", ()),
         (A100, PLAIN, "cudnn", ()),
         (replace(A100, cudnn=None), PLAIN, "pallas", ("runs from cuDNN 9.2 on, none was found",)),
-        (Device(name="V100", capability=(7, 0)), PLAIN, "reference", ("runs from compute capability 8.0 on",)),
-        (Device(name="cpu"), PLAIN, "reference", ("cudnn, pallas, cudnn_mask: needs an NVIDIA GPU, jax found cpu",)),
+        (KernelDevice(name="V100", capability=(7, 0)), PLAIN, "reference", ("runs from compute capability 8.0 on",)),
+        (
+            KernelDevice(name="cpu"),
+            PLAIN,
+            "reference",
+            ("cudnn, pallas, cudnn_mask: needs an NVIDIA GPU, jax found cpu",),
+        ),
         (A100, replace(PLAIN, window=128, sink=True), "cudnn", ()),
         (H100, replace(PLAIN, documents=True), "cudnn", ()),
         (A100, replace(PLAIN, documents=True), "pallas", ("cudnn: isolates documents from compute capability 9.0 on",)),
@@ -55,7 +60,7 @@ LATENT = replace(PLAIN, key_dim=192)
     ],
 )
 def test_auto_chooses_the_fastest_supported_backend(
-    device: Device, request_: Request, kernel: str, why: tuple[str, ...]
+    device: KernelDevice, request_: KernelRequest, kernel: str, why: tuple[str, ...]
 ) -> None:
     choice = choose("auto", request_, device)
     assert choice.kernel == kernel
@@ -73,28 +78,30 @@ def test_an_unsupported_backend_is_an_error_with_an_alternative() -> None:
         "Set model.kernel=pallas or auto."
     )
     with pytest.raises(UserError, match=r"the Pallas kernel needs an NVIDIA GPU, jax found cpu. Set kernel=reference"):
-        choose("pallas", PLAIN, Device(name="cpu"))
+        choose("pallas", PLAIN, KernelDevice(name="cpu"))
 
 
 def test_unknown_properties_are_not_refused() -> None:
     for name, backend in BACKENDS.items():
-        assert backend.refusal(Request()) is None, name
-        assert backend.refusal(Request(documents=True, window=4, sink=True)) is None, name
-    assert "takes heads up to 256" in str(BACKENDS["cudnn"].refusal(Request(key_dim=264, value_dim=264)))
+        assert backend.refusal(KernelRequest()) is None, name
+        assert backend.refusal(KernelRequest(documents=True, window=4, sink=True)) is None, name
+    assert "takes heads up to 256" in str(BACKENDS["cudnn"].refusal(KernelRequest(key_dim=264, value_dim=264)))
 
 
 def test_every_backend_exists_and_the_reference_supports_everything() -> None:
     assert set(BACKENDS) == set(PASSES) and list(BACKENDS)[-2:] == ["reference", "fixed"], "which auto does not choose"
-    hard = Request(dtype="float64", key_dim=7, value_dim=9, length=3, causal=False, window=1, documents=True, sink=True)
-    assert BACKENDS["reference"].refusal(replace(hard, bias=True, dropout=0.5), Device(name="cpu")) is None
+    hard = KernelRequest(
+        dtype="float64", key_dim=7, value_dim=9, length=3, causal=False, window=1, documents=True, sink=True
+    )
+    assert BACKENDS["reference"].refusal(replace(hard, bias=True, dropout=0.5), KernelDevice(name="cpu")) is None
 
 
 @pytest.mark.parametrize(
     ("client", "cudnn", "expected"),
     [
-        ("PJRT C API\ncuda 12090", 91002, Device(name=KIND, capability=(9, 0), cudnn=(9, 10, 2))),
-        ("PJRT C API\ncuda 12090", 0, Device(name=KIND, capability=(9, 0))),
-        ("PJRT C API\nrocm 60300", 91002, Device(name=KIND)),
+        ("PJRT C API\ncuda 12090", 91002, KernelDevice(name=KIND, capability=(9, 0), cudnn=(9, 10, 2))),
+        ("PJRT C API\ncuda 12090", 0, KernelDevice(name=KIND, capability=(9, 0))),
+        ("PJRT C API\nrocm 60300", 91002, KernelDevice(name=KIND)),
     ],
 )
 def test_a_gpu_has_its_capability_and_cudnn_version(client, cudnn, expected, monkeypatch) -> None:
@@ -150,7 +157,9 @@ BOTH_WAYS = replace(PLAIN, causal=False)
         (replace(PLAIN, bias=True), GATHER, "reference", "bias"),
     ],
 )
-def test_auto_chooses_by_the_strategy_too(request_: Request, sharding: ContextSharding, kernel: str, why: str) -> None:
+def test_auto_chooses_by_the_strategy_too(
+    request_: KernelRequest, sharding: ContextSharding, kernel: str, why: str
+) -> None:
     choice = choose("auto", replace(request_, sharding=sharding), H100)
     assert choice.kernel == kernel
     assert why in "; ".join(choice.reasons) and bool(why) == bool(choice.reasons)
@@ -167,19 +176,19 @@ def test_the_reference_and_pallas_take_any_sharding_of_rows() -> None:
     for sharding in (GATHER, RING, GROUPS, HEADS, PLAIN_CHUNKS):
         hard = replace(PLAIN, window=3, documents=True, sink=True, sharding=sharding)
         assert BACKENDS["pallas"].refusal(hard, H100) is None
-        assert BACKENDS["reference"].refusal(replace(hard, dropout=0.1), Device(name="cpu")) is None
+        assert BACKENDS["reference"].refusal(replace(hard, dropout=0.1), KernelDevice(name="cpu")) is None
         float32 = replace(PLAIN, dtype="float32", sharding=sharding)
-        assert choose("auto", float32, Device(name="cpu")).kernel == "reference"
+        assert choose("auto", float32, KernelDevice(name="cpu")).kernel == "reference"
 
 
-H200 = Device(name="NVIDIA H200", capability=(9, 0), cudnn=(9, 28, 0))
-B200 = Device(name="NVIDIA B200", capability=(10, 0), cudnn=(9, 28, 0))
+H200 = KernelDevice(name="NVIDIA H200", capability=(9, 0), cudnn=(9, 28, 0))
+B200 = KernelDevice(name="NVIDIA B200", capability=(10, 0), cudnn=(9, 28, 0))
 DOCUMENTS = replace(PLAIN, documents=True)
 PYTORCH, FRONTEND = "pytorch/issues/196678", "cudnn-frontend/pull/628"
 TRANSFORMER_ENGINE = "TransformerEngine/pull/2344"
 
 
-def on(device: Device, *version: int) -> Device:
+def on(device: KernelDevice, *version: int) -> KernelDevice:
     return replace(device, cudnn=version)
 
 
@@ -215,7 +224,9 @@ def on(device: Device, *version: int) -> Device:
         ("cudnn", PLAIN, on(H200, 9, 10, 2), ""),
     ],
 )
-def test_a_fault_is_refused_where_it_was_reported(kernel: str, request_: Request, device: Device, report: str) -> None:
+def test_a_fault_is_refused_where_it_was_reported(
+    kernel: str, request_: KernelRequest, device: KernelDevice, report: str
+) -> None:
     refusal = BACKENDS[kernel].refusal(request_, device)
     assert (refusal is None) == (report == ""), refusal
     assert report in (refusal or "")
@@ -249,11 +260,11 @@ def test_every_row_belongs_to_a_backend_and_has_a_remedy() -> None:
     for fault in KNOWN_FAULTS:
         assert all(fault in BACKENDS[kernel].faults for kernel in fault.kernels)
         assert fault.report.startswith("https://github.com/") and fault.change
-        assert not fault.applies(Request()) or fault.effect.startswith("is not used")
+        assert not fault.applies(KernelRequest()) or fault.effect.startswith("is not used")
 
 
 @pytest.mark.parametrize("device", [H200, B200])
-def test_single_queries_are_refused_by_another_rule(device: Device) -> None:
+def test_single_queries_are_refused_by_another_rule(device: KernelDevice) -> None:
     """As reported in cudnn-frontend#1072 (9.25, 9.26) and pytorch#193893 (B200, fewer than 8 key-value heads)."""
     for kernel in ("cudnn", "cudnn_mask"):
         refusal = BACKENDS[kernel].refusal(replace(BOTH_WAYS, cross=True, length=1, key_length=128), device)

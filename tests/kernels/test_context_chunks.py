@@ -24,7 +24,7 @@ from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.mesh.zigzag_order import SequenceSharding
 
 GPU = local_device().capability is not None if jax.default_backend() == "gpu" else False

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from megajax.kernels.attention.mask import Mask
-from megajax.kernels.attention.pallas import Blocks, visited
+from megajax.kernels.attention.pallas import AttentionBlocks, visited
 from megajax.kernels.context.ring import sources
 from megajax.mesh.zigzag_order import SequenceSharding
 
-LENGTH, BLOCKS = 4096, Blocks(32, 16, 4)
+LENGTH, BLOCKS = 4096, AttentionBlocks(32, 16, 4)
 BORDERS = [7, 300, 301, 1024, 1400, 3000, 3001, 3900]
 """First positions of documents: inside chunks, on their borders, and one position long."""
 DOCUMENTS = np.searchsorted(BORDERS, np.arange(LENGTH), side="right")
@@ -39,7 +39,7 @@ class Counted(NamedTuple):
 def blocks_of_devices(
     sharding: SequenceSharding,
     length: int,
-    blocks: Blocks,
+    blocks: AttentionBlocks,
     *,
     segments: np.ndarray | None = None,
     window: int | None = None,
@@ -82,7 +82,7 @@ def visible_range(
     return first, np.minimum(last, queries) if causal else last
 
 
-def _needed(keys: np.ndarray, first: np.ndarray, last: np.ndarray, blocks: Blocks) -> int:
+def _needed(keys: np.ndarray, first: np.ndarray, last: np.ndarray, blocks: AttentionBlocks) -> int:
     """Pairs of blocks in which a query sees a key. keys: positions, ascending; first, last: seen by each query."""
     begin, end = np.searchsorted(keys, first), np.searchsorted(keys, last, side="right")
     total = 0
@@ -140,7 +140,7 @@ def test_more_rounds_balance_documents_better() -> None:
 
 def test_needed_blocks_have_a_visible_score() -> None:
     """The count itself, against all scores of a small row."""
-    length, blocks, sharding = 256, Blocks(16, 16, 4), SequenceSharding(4, 1)
+    length, blocks, sharding = 256, AttentionBlocks(16, 16, 4), SequenceSharding(4, 1)
     segments = np.searchsorted([3, 64, 65, 200], np.arange(length), side="right")
     place = np.arange(length)
     visible = (place[:, None] >= place) & (place[:, None] - place <= 30) & (segments[:, None] == segments)

@@ -16,13 +16,13 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.compiled import hlo
-from megajax.compiled.gpus import GPUS, Cluster, virtual_devices
 from megajax.kernels.attention.attention import OUTPUT, STATISTICS, attend
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.strategy import over_context
-from megajax.mesh.xla_options import DEVICELESS, FSDP, GPU, compiler_options
 from megajax.mesh.zigzag_order import SequenceSharding
+from megajax.planning.compiled import hlo
+from megajax.planning.compiled.devices import GPUS, Cluster, virtual_devices
+from megajax.processes.xla_options import DEVICELESS, FSDP, GPU, compiler_options
 
 pytestmark = pytest.mark.aot
 LENGTH, HEADS, SIZE, LAYERS = 8192, 4, 64, 3

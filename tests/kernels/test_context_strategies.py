@@ -15,7 +15,7 @@ from sharded_rows import SCALE, Case, check, documents, on_devices, texts
 from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.attention import PASSES, Passes, reference_forward
 from megajax.kernels.attention.mask import Mask
-from megajax.kernels.attention.pallas import Blocks
+from megajax.kernels.attention.pallas import AttentionBlocks
 from megajax.kernels.context.collectives import from_before
 from megajax.kernels.context.ring import sources
 from megajax.kernels.context.strategy import over_context
@@ -141,7 +141,7 @@ def test_documents_are_isolated_bitwise(strategy: str) -> None:
         assert (value != changed_value)[documents() == 3].any()
 
 
-INTERPRETED = {"interpret": True, "blocks": Blocks(16, 16, 4)}
+INTERPRETED = {"interpret": True, "blocks": AttentionBlocks(16, 16, 4)}
 PALLAS = Passes(partial(pallas_attention.forward, **INTERPRETED), partial(pallas_attention.backward, **INTERPRETED))
 
 

@@ -25,7 +25,7 @@ from megajax.layers.recompute import Recomputing
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 ROWS, LENGTH, HEADS, GROUPS, SIZE, LAYERS = 2, 16, 4, 2, 8, 3
 SCALE = SIZE**-0.5

@@ -14,13 +14,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.compiled.gpus import GPUS, Cluster, virtual_devices
 from megajax.kernels.attention.attention import OUTPUT, STATISTICS, Mask, attend, reference_attention
 from megajax.kernels.grouped.matmul import code_products, grouped_matmul
 from megajax.kernels.paged.pools import PagedQueries, Pools
 from megajax.kernels.paged.triton import paged_attention
-from megajax.mesh.xla_options import DEVICELESS, GPU, compiler_options
+from megajax.planning.compiled.devices import GPUS, Cluster, virtual_devices
 from megajax.precision.blocks import ELEMENTS
+from megajax.processes.xla_options import DEVICELESS, GPU, compiler_options
 
 pytestmark = pytest.mark.aot
 SLOW = pytest.mark.slow

@@ -14,17 +14,17 @@ from jax.experimental.pallas import mosaic_gpu
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.attention.capability import Choice, Device
+from megajax.kernels.attention.capability import KernelChoice, KernelDevice
 from megajax.kernels.grouped import matmul as module
 from megajax.kernels.grouped import mosaic as grouped_mosaic
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
 from megajax.kernels.grouped.matmul import Products, grouped_matmul, products_of
-from megajax.kernels.grouped.tiles import most_tiles, tiles
+from megajax.kernels.grouped.row_tiles import most_tiles, tiles
 
 A100, H100, B200 = (
-    Device(name=name, capability=at) for name, at in (("A100", (8, 0)), ("H100", (9, 0)), ("B200", (10, 0)))
+    KernelDevice(name=name, capability=at) for name, at in (("A100", (8, 0)), ("H100", (9, 0)), ("B200", (10, 0)))
 )
-CPU = Device(name="cpu")
+CPU = KernelDevice(name="cpu")
 ROWS, INNER, OUTER = 40, 8, 12
 GROUPS = {
     "even": (10, 10, 10, 10),
@@ -128,7 +128,7 @@ FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
     ],
 )
 def test_auto_chooses_the_fastest_supported_kernel(device, dtype, sizes, kernel, why) -> None:
-    assert choose_grouped("auto", dtype, device, sizes=sizes) == Choice(kernel, why)
+    assert choose_grouped("auto", dtype, device, sizes=sizes) == KernelChoice(kernel, why)
     assert choose_grouped(kernel, dtype, device, sizes=sizes).kernel == kernel
 
 
@@ -193,7 +193,7 @@ def check(products: Products, groups: tuple[int, ...], count: int, inner: int, o
 
 
 CAREFUL = mosaic_gpu.InterpretGPUParams(detect_races=True)
-FEW_PROGRAMS = {"blocks": grouped_mosaic.Blocks(64, 128, 64), "programs": 1}
+FEW_PROGRAMS = {"blocks": grouped_mosaic.BlockSizes(64, 128, 64), "programs": 1}
 SMALL = Products(partial(grouped_mosaic.rows, **FEW_PROGRAMS), partial(grouped_mosaic.matrices, **FEW_PROGRAMS))
 
 

@@ -10,7 +10,7 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.job import banner
-from megajax.kernels.attention.capability import Device
+from megajax.kernels.attention.capability import KernelDevice
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
@@ -23,8 +23,8 @@ from megajax.models.facts import facts_of
 from megajax.models.t5.config import T5Config
 from megajax.training.program import demand_kernels
 
-H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 28, 0))
-A100 = Device(name="NVIDIA A100", capability=(8, 0), cudnn=(9, 28, 0))
+H100 = KernelDevice(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 28, 0))
+A100 = KernelDevice(name="NVIDIA A100", capability=(8, 0), cudnn=(9, 28, 0))
 MIXER = "model.stack.pattern.0.mixer"
 
 
@@ -33,10 +33,10 @@ def config(*settings: str):
 
 
 @pytest.fixture
-def kernel_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Device], list[tuple[str, str]]]:
+def kernel_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, KernelDevice], list[tuple[str, str]]]:
     """The banner's lines about kernels on a device."""
 
-    def lines(cfg: Any, device: Device) -> list[tuple[str, str]]:
+    def lines(cfg: Any, device: KernelDevice) -> list[tuple[str, str]]:
         for place in ("megajax.training.program", "megajax.job.banner"):
             monkeypatch.setattr(f"{place}.local_device", lambda: device)
         return banner._kernels(cfg.model, cfg.parallel, facts_of(cfg.model), demand_kernels(cfg))
@@ -118,7 +118,7 @@ CONTEXT, BECAUSE_FLOAT32 = "parallel.context=4", "reference, because cudnn, pall
         (A100, config("data.isolate_documents=false"), "attention cudnn", None),
         (H100, config("precision.compute=float32"), "attention reference", BECAUSE_FLOAT32),
         # Without a GPU there is no faster kernel to mention.
-        (Device(name="cpu"), config(), "attention reference", None),
+        (KernelDevice(name="cpu"), config(), "attention reference", None),
         (A100, moe(), "attention cudnn, experts reference, cross-entropy", "experts reference, because mosaic: runs"),
         (H100, config(CONTEXT), "attention cudnn over context 4 by all_gather, cross", None),
         (
@@ -148,7 +148,7 @@ def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this
     assert [(choice.layer, choice.kernel) for choice in choices] == [("attention", "cudnn"), ("experts", "mosaic")]
     (block,) = moe().model.with_kernels([choice.kernel for choice in choices]).stack.pattern
     assert (block.mixer.kernel, block.mlp.kernel) == ("cudnn", "mosaic")
-    assert demand_kernels(moe(), Device(name="cpu"))[1].kernel == "reference"
+    assert demand_kernels(moe(), KernelDevice(name="cpu"))[1].kernel == "reference"
     with pytest.raises(UserError, match=r"stack\.pattern\.0\.mlp\.kernel=mosaic: .* Set .*mlp\.kernel=reference"):
         demand_kernels(moe(kernel="mosaic"), A100)
 

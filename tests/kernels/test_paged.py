@@ -13,7 +13,7 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.inference.assembly import choose_kernel
 from megajax.kernels.attention.attention import reference_attention
-from megajax.kernels.attention.capability import Device
+from megajax.kernels.attention.capability import KernelDevice
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.paged.attention import KERNELS, reference, tiled
 from megajax.kernels.paged.capability import PAGED_BACKENDS, PagedRequest, choose_paged
@@ -170,14 +170,14 @@ def test_the_interpreted_kernels_equal_the_reference(case: str) -> None:
     assert not np.asarray(actual[4]).any()
 
 
-H100 = Device(name="H100", capability=(9, 0))
-A100 = Device(name="A100", capability=(8, 0))
-CPU = Device(name="cpu")
+H100 = KernelDevice(name="H100", capability=(9, 0))
+A100 = KernelDevice(name="A100", capability=(8, 0))
+CPU = KernelDevice(name="cpu")
 PLAIN = PagedRequest(dtype="bfloat16", stored="bfloat16", key_dim=128, value_dim=128)
 CHOICES = [
     (H100, PLAIN, "triton", None),
     (CPU, PLAIN, "tiled", "needs an NVIDIA GPU, jax found cpu"),
-    (Device(name="V100", capability=(7, 0)), PLAIN, "tiled", "runs from compute capability 8.0 on, V100 has 7.0"),
+    (KernelDevice(name="V100", capability=(7, 0)), PLAIN, "tiled", "runs from compute capability 8.0 on, V100 has 7.0"),
     (H100, replace(PLAIN, dtype="float32"), "tiled", "computes in bfloat16 or float16, not in float32"),
     (H100, replace(PLAIN, bias=True), "tiled", "has no bias of scores"),
     (H100, replace(PLAIN, key_dim=576, value_dim=512), "triton", None),

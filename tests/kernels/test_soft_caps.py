@@ -13,12 +13,12 @@ import pytest
 
 from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.attention import PASSES, Passes, attend, passes_of, reference_attention
-from megajax.kernels.attention.capability import Device, Request, choose
+from megajax.kernels.attention.capability import KernelDevice, KernelRequest, choose
 from megajax.kernels.attention.mask import Mask
-from megajax.kernels.attention.pallas import Blocks
+from megajax.kernels.attention.pallas import AttentionBlocks
 
 CAP, SCALE, LENGTH, HEADS, GROUPS, SIZE = 1.5, 0.7, 40, 4, 2, 16
-INTERPRETED = {"interpret": True, "blocks": Blocks(16, 16, 4), "cap": CAP}
+INTERPRETED = {"interpret": True, "blocks": AttentionBlocks(16, 16, 4), "cap": CAP}
 PALLAS = Passes(partial(pallas_attention.forward, **INTERPRETED), partial(pallas_attention.backward, **INTERPRETED))
 
 
@@ -58,8 +58,8 @@ def test_capped_attention_and_its_gradients_are_the_formula(kernel: str) -> None
 
 
 def test_the_table_says_which_kernels_have_caps() -> None:
-    h100 = Device(name="H100", capability=(9, 0), cudnn=(9, 14, 1))
-    choice = choose("auto", Request(dtype="bfloat16", key_dim=256, length=4096, cap=True), h100)
+    h100 = KernelDevice(name="H100", capability=(9, 0), cudnn=(9, 14, 1))
+    choice = choose("auto", KernelRequest(dtype="bfloat16", key_dim=256, length=4096, cap=True), h100)
     assert choice.kernel == "pallas" and choice.reasons == ("cudnn: has no soft cap of scores",)
     for name, passes in PASSES.items():
         if not passes.caps:

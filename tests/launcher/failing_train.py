@@ -8,7 +8,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the
 from megajax.command_line.parser import front_door
 from megajax.config.errors import UserError
 from megajax.data.rows.loader import Loader
-from megajax.mesh.processes.world import process_index
+from megajax.processes.world import process_index
 from megajax.train import main
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Like srun --kill-on-bad-exit: starts tasks, kills all after the first failure, and returns the highest code.
 
+SIGTERM kills the tasks, SIGUSR1 and SIGUSR2 are passed on to them: so does srun of Slurm 22.05.
+
 fake_srun.py TASKS COMMAND...
 """
 
@@ -30,8 +32,9 @@ def interrupted(number: int, frame: object) -> None:
     signal.signal(signal.SIGINT, lambda *_: forward(signal.SIGKILL, None))
 
 
-for number in (signal.SIGTERM, signal.SIGUSR2):
+for number in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, forward)
+signal.signal(signal.SIGTERM, lambda *_: forward(signal.SIGKILL, None))
 signal.signal(signal.SIGINT, interrupted)
 while any(task.poll() is None for task in tasks):
     if not killed and any(task.poll() for task in tasks):

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 
 from megajax.config.errors import UserError
-from megajax.mesh.processes import agreement as processes
-from megajax.mesh.processes.gpus import nccl_variables
+from megajax.processes import start as processes
+from megajax.processes.gpus import nccl_variables
 
 told = {}
 jax.distributed.initialize = lambda *_, local_device_ids, **__: told.update(gpus=local_device_ids)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from megajax.mesh.processes.agreement import finish, start
+from megajax.processes.start import finish, start
 
 ROUNDS, CHUNK = 20, 1 << 20
 

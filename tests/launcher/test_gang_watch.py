@@ -10,7 +10,7 @@ from waiting import wait_until
 
 from megajax.faults.activity import Stage
 from megajax.faults.beats import Beat
-from megajax.launcher.gang_watch import GangWatch, Limits, handles, process_state
+from megajax.launcher.gang_watch import GangWatch, HangLimits, handles, process_state
 
 
 class Clocked:
@@ -18,7 +18,7 @@ class Clocked:
 
     def __init__(self, folder, **limits):
         self.now, self.folder, self.written = 0.0, folder, 0
-        limits = Limits(**({"beat": 60.0, "progress": 600.0} | limits))
+        limits = HangLimits(**({"beat": 60.0, "progress": 600.0} | limits))
         self.watch = GangWatch(folder, limits, lambda: self.now, host="here")
 
     def beat(self, process: int, *, host: str = "elsewhere", pid: int = 1, **fields) -> None:
@@ -157,6 +157,11 @@ def test_checkpoints_count_from_the_beats_and_from_the_run_folder(gang, tmp_path
     gang.beat(1, run_dir=str(run), committed=12)  # on a local disk
     gang.after(1.0)
     assert gang.watch.committed() == 12
+
+
+def test_steps_of_the_run_folder_of_a_former_attempt(gang, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "00000006").mkdir(parents=True)
+    assert (gang.watch.committed(), gang.watch.committed(tmp_path / "run")) == (None, 6)
 
 
 def test_stacks_of_the_present_hang(gang, tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,11 @@ def test_a_killed_process_is_named_and_the_gang_resumes_from_its_checkpoint(star
     gang = train(start, tmp_path, *QUICK, FAULTS="kill:1@7#1")
     assert gang.wait() == 0, gang.text
     assert losses(tmp_path) == whole({1: range(1, 7), 2: range(6, 11)})
-    lost, restart = events(tmp_path)
+    lost, end, restart = events(tmp_path)
+    assert {name: end[name] for name in ("event", "attempt", "code", "cause", "process", "step", "by")} == {
+        **{"event": "attempt_end", "attempt": 1, "code": 1, "cause": "lost", "process": 1, "step": 7, "by": "launcher"}
+    }
+    assert end["text"] == "process 1 killed by SIGKILL at step 7"
     assert (lost["event"], lost["process"], lost["cause"], lost["step"]) == ("lost", 1, "killed by SIGKILL", 7)
     fields = {name: restart[name] for name in ("event", "attempt", "after_code", "process", "step", "processes")}
     assert fields == {"event": "restart", "attempt": 2, "after_code": 1, "process": 1, "step": 7, "processes": 2}
@@ -69,7 +74,13 @@ def test_a_crash_loop_ends_with_93(start, tmp_path):
     assert gang.wait() == 93, gang.text
     assert "no progress past step 5 in 3 attempts" in last_line(gang)
     assert "in 0.1 s" in gang.text and "in 0.2 s" in gang.text
-    assert [event["event"] for event in events(tmp_path)] == ["restart"] * 3 + ["supervisor_stop"]
+    assert [event["event"] for event in events(tmp_path)] == [
+        *3 * ["attempt_end", "restart"],
+        *("attempt_end", "supervisor_stop"),
+    ]
+    assert [(event["attempt"], event["process"]) for event in events(tmp_path, "attempt_end")] == [
+        *((1, 1), (2, 1), (3, 1), (4, 1))
+    ]
     assert events(tmp_path)[-1]["code"] == 93
     assert gang.text.count("failed: fault 1") == 4  # The first attempt saved step 5.
 
@@ -78,7 +89,7 @@ def test_a_crash_loop_ends_with_93(start, tmp_path):
 def test_exit_codes_that_are_retried_and_one_that_never_is(start, tmp_path):
     gang = train(start, tmp_path, *QUICK, FAULTS="16:1@3#1,124:1@7#2,abort:1@7#3,17:1@7#4")
     assert gang.wait() == 17, gang.text
-    *restarts, stop = (event for event in events(tmp_path) if event["event"] != "lost")
+    *restarts, stop = events(tmp_path, "restart", "supervisor_stop")
     assert [(event["process"], event["after_code"]) for event in restarts] == [(1, 16), (1, 124), (1, 1)]
     assert stop["event"] == "supervisor_stop"
     assert "process 1 exited with code 17 after " in last_line(gang)
@@ -90,7 +101,7 @@ def test_without_restarts_the_gang_ends_with_the_last_lines_of_the_lost_process(
     gang = train(start, tmp_path, f"--log-dir={tmp_path / 'logs'}", FAULTS="kill:0@7#1")
     assert gang.wait() == 1, gang.text
     assert "; restart " not in gang.text
-    assert [event["event"] for event in events(tmp_path)] == ["lost"]
+    assert [event["event"] for event in events(tmp_path)] == ["lost", "attempt_end"]
     assert f"megajax.launch: the last lines of {tmp_path / 'logs/process_0.log'}:\n    step 1\n" in gang.text
 
 
@@ -99,7 +110,7 @@ def test_a_stopped_process_is_blamed_and_those_that_wait_for_it_are_not(start, t
     """F04 of the launcher: no watchdog of a process fires here. The stacks of the others are collected."""
     gang = train(start, tmp_path, *QUICK, "--beat-timeout=3", processes=3, FAULTS="stop:1@7#1")
     assert gang.wait() == 0, gang.text
-    lost, restart = events(tmp_path)
+    lost, restart = events(tmp_path, "lost", "restart")
     assert lost["process"] == 1 and lost["cause"].startswith("is stopped (state T), its last beat is ")
     assert restart["after_code"] == 124
     assert f"stacks of its processes: {tmp_path}/hangs/process_0.txt, {tmp_path}/hangs/process_2.txt" in gang.text
@@ -117,13 +128,69 @@ def test_a_stuck_process_is_blamed_and_the_one_whose_watchdog_fired_is_not(start
     assert "in inject" in (tmp_path / "hangs/process_1.txt").read_text()
 
 
+SLOW_TO_BEGIN = """
+import os, signal, sys, time
+from megajax.faults.beats import Beat, attempt_number, beats_folder as folder
+index, kind = int(os.environ["MEGAJAX_PROCESS_ID"]), sys.argv[1]
+if attempt_number() == 2:
+    sys.exit()
+if index == 1 and kind == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+while index == 1 and kind == "busy" and time.monotonic() < float(os.environ["UNTIL"]):
+    pass
+if index == 1 and kind == "hanging":
+    time.sleep(1000)
+for number in range(80 if index != 1 else 10):
+    Beat(process=index, pid=os.getpid(), host=os.uname().nodename, time=time.time(), phase="start").write(folder())
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "stopped",
+            r"process 1 is stopped \(state T\) for \d+ s, before its first heartbeat; the others were stopped; ",
+        ),
+        ("hanging", r"process 1 does not begin: no heartbeat, and nothing done for \d+ s \(--beat-timeout=3\); the "),
+        ("busy", ""),
+    ],
+)
+def test_a_process_that_does_not_begin_is_named(start, tmp_path, kind, text):
+    """The others wait for it, and know only that it is missing."""
+    (tmp_path / "slow.py").write_text(SLOW_TO_BEGIN)
+    wrapped = ("sh", "-c", '"$0" "$@"; exit $?', sys.executable, tmp_path / "slow.py", kind)
+    gang = start(*launcher(*QUICK, "--beat-timeout=3", processes=3), *wrapped, UNTIL=str(time.monotonic() + 7))
+    assert gang.wait(60) == 0, gang.text
+    assert bool(text) == bool(gang.text) and re.search(text, gang.text), gang.text
+    assert "the beginning" not in gang.text  # the run folder is not known
+
+
+ENDS_BEFORE_IT_BEGINS = """
+import os, sys, time
+from megajax.faults.beats import Beat, attempt_number, beats_folder
+if attempt_number() == 1:
+    Beat(process=0, pid=os.getpid(), host="here", time=time.time(), run_dir=sys.argv[1]).write(beats_folder())
+    os.makedirs(f"{sys.argv[1]}/checkpoints/00000006")
+    time.sleep(1)
+sys.exit(attempt_number() < 3)
+"""
+
+
+def test_a_restart_after_an_attempt_without_a_heartbeat_names_the_step(start, tmp_path):
+    gang = start(*launcher(*QUICK, processes=1), sys.executable, "-c", ENDS_BEFORE_IT_BEGINS, tmp_path / "run")
+    assert gang.wait(60) == 0, gang.text
+    assert [line.rpartition(", ")[2] for line in gang.text.splitlines()] == ["from step 6"] * 2
+
+
 @pytest.mark.slow
 def test_fewer_processes_when_one_fails_repeatedly(start, tmp_path):
     """The process at place 1 never gets further; the others take places with their own numbers."""
     gang = train(start, tmp_path, *QUICK, "--min-processes=2", processes=3, FAULTS="1:1@7#*")
     assert gang.wait() == 0, gang.text
     # The first attempt saved step 5, so the second is the first without progress.
-    assert [event["processes"] for event in events(tmp_path)] == [3, 2]
+    assert [event["processes"] for event in events(tmp_path, "restart")] == [3, 2]
     assert "with 2 processes (places 0, 2): the one in place 1 keeps failing" in gang.text
     assert gang.text.count("elastic") == 2
 
@@ -216,6 +283,17 @@ def test_a_scheduler_runs_the_processes(start, tmp_path):
     assert [event["attempt"] for event in restarts] == [2, 3]
     assert "process 1 exited with code 1 after " in restarts[0]["cause"]
     assert sorted(path.name for path in (tmp_path / "beats").iterdir()) == ["attempt_1", "attempt_2", "attempt_3"]
+
+
+@pytest.mark.parametrize(("handled", "code"), [("signal.SIGUSR1", 75), ("signal.SIGTERM", 143)])
+def test_a_scheduler_gets_the_signal_that_it_passes_on(start, tmp_path, handled, code):
+    """SIGTERM would make srun kill its tasks. Those that handle no signal yet are no crash either."""
+    script = f"import signal, time, os; signal.signal({handled}, lambda *_: os._exit(75)); print('up')\ntime.sleep(60)"
+    words = (sys.executable, "-m", "megajax.launch", "--scheduler", f"--beats={tmp_path}", "--max-restarts=3", "--")
+    gang = start(*words, sys.executable, SRUN, 2, sys.executable, "-uc", script)
+    gang.until(lambda: gang.text.count("up") == 2)
+    gang.process.send_signal(signal.SIGTERM)
+    assert gang.wait() == code, gang.text
 
 
 @pytest.mark.slow

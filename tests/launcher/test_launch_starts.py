@@ -62,8 +62,8 @@ LAUNCHES = {
     "too many": (["--processes=10000000", "--", "true"], "--processes: 10000000 processes need 4 open files each"),
     "none": (["--processes=0", "--", "true"], "--processes: must be at least 1, got 0"),
     "no such program": (["--processes=2", "--", "/no/such/program"], "/no/such/program cannot be started"),
-    "no port": (["--processes=2", "--coordinator-port=99999", "--", "true"], "must be a port"),
-    "no time": (["--processes=1", "--beat-timeout=0", "--", "true"], "--beat-timeout: must be above 0 seconds, got 0"),
+    "no port": (["--processes=2", "--coordinator-port=99999", "--", "true"], "must be between 1 and 65535"),
+    "no time": (["--processes=1", "--beat-timeout=0", "--", "true"], "--beat-timeout: must be above 0, got 0"),
     "misspelt": (["--proceses=2", "--processes=1", "--", "true"], "did you mean processes?"),
 }
 

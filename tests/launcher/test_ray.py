@@ -22,10 +22,10 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.data.preprocessing.options import Preprocessing
 from megajax.data.preprocessing.preprocessing import preprocess
 from megajax.data.text.indexed_dataset import index_path, tokens_path
-from megajax.launcher.ray_processes import Place, RayProcesses, RemoteProcess
-from megajax.mesh.processes import ray_pool
-from megajax.mesh.processes.ray_pool import LostTooOften, RayPool
-from megajax.mesh.processes.worker_pools import in_order, parts_of
+from megajax.launcher.ray_processes import ProcessHost, RayProcesses, RemoteProcess
+from megajax.processes import ray_cluster as ray_pool
+from megajax.processes.ray_cluster import LostTooOften, RayPool
+from megajax.processes.worker_pools import in_order, parts_of
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 SETTINGS = {
@@ -258,7 +258,7 @@ def test_numbers_of_processes_on_machines_with_gpus_and_without(gpus, cpu_device
     """Ray shows each process its own GPUs; without GPUs, each has the CPU devices that were asked for."""
     processes = object.__new__(RayProcesses)
     processes._devices = 3
-    processes.places = [Place(node, "10.0.0.1", own) for node, own in zip("aab", gpus, strict=True)]
+    processes.places = [ProcessHost(node, "10.0.0.1", own) for node, own in zip("aab", gpus, strict=True)]
     numbers = [processes._numbers(index) for index in range(3)]
     names = ("MEGAJAX_PROCESS_ID", "MEGAJAX_LOCAL_RANK", "MEGAJAX_LOCAL_PROCESSES")
     assert [[each[name] for name in names] for each in numbers] == [["0", "0", "2"], ["1", "1", "2"], ["2", "0", "1"]]

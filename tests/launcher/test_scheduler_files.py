@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 from gangs import REPOSITORY, launch_on
+from waiting import wait_until
 
 from megajax.faults.exit_codes import EXIT_CODES, NO_PROGRESS, REQUEUE, worth_a_restart
-from megajax.mesh.processes.gpus import GpuClaim, assign, visible_gpus
-from megajax.mesh.processes.world import find_world
+from megajax.processes.gpus import GpuClaim, assign, visible_gpus
+from megajax.processes.world import find_world
 
 SLURM, LOCAL, JOBSET, SKYPILOT = (
     REPOSITORY / "launch" / name for name in ("slurm.sbatch", "local.sh", "kubernetes_jobset.yaml", "skypilot.yaml")
@@ -128,12 +129,43 @@ def test_a_task_of_slurm_for_each_gpu():
     assert assign(claims) == {task: [task % tasks] for task in range(nodes * tasks)}
 
 
+@pytest.mark.parametrize(
+    ("path", "words", "expected"),
+    [
+        (
+            SLURM,
+            ["--", "python", "-m", "benchmarks", "mfu", "a b"],
+            "srun --kill-on-bad-exit=1 --label --cpus-per-task=4",
+        ),
+        (
+            LOCAL,
+            ["--", "python", "-m", "benchmarks", "mfu", "a b"],
+            "python -m megajax.launch --processes=2 --max-restarts=3 --",
+        ),
+        (
+            SLURM,
+            ["gpt2.py"],
+            "--cpus-per-task=4 python -m megajax.train --config=gpt2.py --resilience.exit_code_on_signal=75",
+        ),
+        (LOCAL, ["gpt2.py", "a b"], "--max-restarts=3 -- python -m megajax.train --config=gpt2.py a b"),
+    ],
+)
+def test_scripts_start_training_or_the_command_after_two_dashes(tmp_path, path, words, expected):
+    for program in ("python", "srun"):
+        (tmp_path / program).write_text(f'#!/usr/bin/env bash\necho "{program} $*"\nprintf "<%s>" "$@"\n')
+        (tmp_path / program).chmod(0o755)
+    places = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4"}
+    places |= {"PROCESSES": "2"}
+    output = subprocess.run(["bash", path, *words], env=places, capture_output=True, text=True, check=True).stdout
+    assert expected in output
+    if words[0] == "--":
+        assert "<python><-m><benchmarks><mfu><a b>" in output and "megajax.train" not in output
+
+
 @pytest.mark.parametrize(("given", "expected"), [({}, "3"), ({"PROCESSES": "5"}, "5")])
 def test_the_local_script_counts_visible_GPUs_where_all_are_used(tmp_path, given, expected):
     python = tmp_path / "python"
-    python.write_text(
-        '#!/usr/bin/env bash\n[[ "$*" == "-m megajax.mesh.processes.gpus" ]] && echo 3 || echo "ran $*"\n'
-    )
+    python.write_text('#!/usr/bin/env bash\n[[ "$*" == "-m megajax.processes.gpus" ]] && echo 3 || echo "ran $*"\n')
     python.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | given
     output = subprocess.run(["bash", LOCAL, "gpt2.py"], env=environment, capture_output=True, text=True, check=True)
@@ -141,7 +173,7 @@ def test_the_local_script_counts_visible_GPUs_where_all_are_used(tmp_path, given
 
 
 def test_the_number_that_the_local_script_requires():
-    command = [sys.executable, "-m", "megajax.mesh.processes.gpus"]
+    command = [sys.executable, "-m", "megajax.processes.gpus"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"}
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "1\n"
 
@@ -188,3 +220,20 @@ def test_slurm_requeues_runs_that_were_saved_in_time_and_ends_with_every_other_c
     ended, calls = sbatch(tmp_path, code, **environment)
     assert ended == (0 if requeued else code)
     assert [call for call in calls if call.startswith("scontrol")] == ["scontrol requeue 42"] * requeued
+
+
+@pytest.mark.parametrize(("code", "state", "ended"), [(143, "RUNNING", 0), (1, "RUNNING", 0), (17, "RUNNING", 17),
+                                                      (0, "RUNNING", 0), (75, "COMPLETING", 75)])  # fmt: skip
+def test_slurm_passes_its_signal_on_to_the_launcher_and_requeues_whatever_was_interrupted(tmp_path, code, state, ended):
+    """The time is up during set-up, or between two attempts; the run has failed for good, or is done; scancel."""
+    waiting = f"trap 'sleep 0.5; exit {code}' TERM; touch up; while true; do sleep 0.1; done"
+    bins = {"python": waiting, "squeue": f"echo {state}", "scontrol": "echo $* >> requeued"}
+    for name, body in bins.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    with subprocess.Popen(["bash", SLURM, "gpt2.py"], env=environment, cwd=tmp_path) as process:
+        assert wait_until((tmp_path / "up").exists)
+        process.terminate()
+        assert process.wait(30) == ended
+    assert (tmp_path / "requeued").exists() == (code in (1, 143))

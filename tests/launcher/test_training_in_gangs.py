@@ -13,10 +13,10 @@ from run_folder import events, saved, steps
 from safetensors.numpy import save_file
 from waiting import wait_until
 
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config import load
 from megajax.interop.huggingface.registry import families
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.name_mapping import resolved
 from megajax.launcher.gang_watch import process_state
 
 pytestmark = pytest.mark.slow

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.config.compose import problems_of
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -20,7 +21,7 @@ from megajax.layers.position.module import bucket
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 HIDDEN, LENGTH = 12, 7
 SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
@@ -151,28 +152,28 @@ def test_the_shortest_pattern_of_blocks():
     ("cfg", "message"),
     [
         (AttentionConfig(heads=2, window=-1), "window: must be at least 0, got -1"),
-        (AttentionConfig(heads=2, scale=0.0), "scale: must be a number above 0"),
+        (AttentionConfig(heads=2, scale=0.0), "scale: must be above 0"),
         (AttentionConfig(heads=2, kernel="cudnn", dropout=0.1), "kernel: cuDNN's attention has no dropout"),
         (
             AttentionConfig(heads=2, kernel="cudnn", relative=RelativeBiasConfig()),
             "kernel: cuDNN's attention has no bias of scores",
         ),
-        (LatentAttentionConfig(heads=2, key_value_rank=0), "key_value_rank: must be a number above 0, got 0"),
+        (LatentAttentionConfig(heads=2, key_value_rank=0), "key_value_rank: must be at least 1, got 0"),
         (
             LatentAttentionConfig(heads=2, content_dim=8, position_dim=4, value_dim=16, kernel="cudnn"),
             "kernel: cuDNN's attention takes heads of a multiple of 8, not of 12 with values of 16",
         ),
         (RelativeBiasConfig(buckets=7), "buckets: must be an even number"),
         (RelativeBiasConfig(buckets=32, distance=16), "distance: must be above 16"),
-        (RopeConfig(fraction=0.0), "fraction: must be above 0 and at most 1, got 0.0"),
-        (RopeConfig(interpolation=0.0), "interpolation: must be a number above 0"),
+        (RopeConfig(fraction=0.0), "fraction: must be above 0 and at most 1, got 0"),
+        (RopeConfig(interpolation=0.0), "interpolation: must be above 0"),
         (YarnScalingConfig(factor=2.0, slow=40.0), "slow: must be at most fast, got slow=40.0 and fast=32.0"),
         (YarnScalingConfig(factor=2.0, mscale=1.0), "mscale: must be given together with mscale_all"),
-        (GatedMLPConfig(ffn=8, clamp=-1.0), "clamp: must be a number above 0"),
+        (GatedMLPConfig(ffn=8, clamp=-1.0), "clamp: must be above 0"),
     ],
 )
 def test_problems_are_named(cfg, message):
-    (problem,) = cfg.problems()
+    (problem,) = problems_of(cfg)
     assert str(problem).startswith(message)
 
 

@@ -13,18 +13,39 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.compiled.gpus import GPUS, Cluster, virtual_devices
 from megajax.kernels.grouped.matmul import grouped_matmul
-from megajax.layers.moe.dispatch import Dispatch, dispatched, placed, water_level
-from megajax.layers.moe.router import Routing
-from megajax.mesh.xla_options import DEVICELESS, compiler_options
+from megajax.layers.moe.dispatch import (
+    WAYS,
+    CombinedTokens,
+    Dispatch,
+    ExchangedTokens,
+    Ragged,
+    RoutedTokens,
+    placed,
+    water_level,
+)
+from megajax.planning.compiled.devices import GPUS, Cluster, virtual_devices
+from megajax.processes.xla_options import DEVICELESS, compiler_options
 
 DEVICES, WIDTH = 4, 8
 AXES = ("expert",)
 
 
-def weighted_products(rows: Array, sizes: Array, weights: Array, matrices: Array) -> Array:
-    return grouped_matmul(rows, matrices, sizes, "reference") * weights
+type Outputs = Callable[[ExchangedTokens], Array]
+
+
+def weighted_products(sent: ExchangedTokens, matrices: Array) -> Array:
+    return grouped_matmul(sent.rows, matrices, sent.sizes, "reference") * sent.weights
+
+
+def run(dispatch: Dispatch, outputs: Outputs, tokens: RoutedTokens) -> CombinedTokens:
+    """The stages of a mixture of experts after its router."""
+
+    def mixture(tokens: RoutedTokens) -> CombinedTokens:
+        sent = dispatch.send(tokens)
+        return dispatch.combine(sent, outputs(sent))
+
+    return dispatch.run(mixture, tokens)
 
 
 def dense(x: np.ndarray, weights: np.ndarray, experts: np.ndarray, matrices: np.ndarray) -> Array:
@@ -46,7 +67,7 @@ def case(tokens: int, experts: int, k: int, seed: int = 0, every: int | None = N
 
 
 @cache
-def on_devices(way: str, dispatch: Dispatch, axes: tuple[str, ...] = AXES) -> Callable:
+def on_devices(dispatch: Dispatch, axes: tuple[str, ...] = AXES) -> Callable:
     """Jitted: (x, weights, experts, matrices, dy) -> (y, times each device dropped a token, gradients)."""
     sizes = (DEVICES,) if axes == AXES else (2, 2)
     names = AXES if axes == AXES else ("expert", "tensor")
@@ -55,11 +76,12 @@ def on_devices(way: str, dispatch: Dispatch, axes: tuple[str, ...] = AXES) -> Ca
     over = P(dispatch.axes)
 
     def local(x: Array, weights: Array, experts: Array, matrices: Array, dy: Array) -> tuple:
-        def run(x: Array, weights: Array, matrices: Array) -> tuple[Array, Array]:
-            apply = partial(weighted_products, matrices=matrices)
-            return dispatched(way, x, Routing(weights, experts), apply, dispatch)
+        def combined(x: Array, weights: Array, matrices: Array) -> tuple[Array, Array]:
+            outputs = partial(weighted_products, matrices=matrices)
+            y, dropped = run(dispatch, outputs, RoutedTokens(x, weights, experts))
+            return y, dropped
 
-        y, back, dropped = jax.vjp(run, x, weights, matrices, has_aux=True)
+        y, back, dropped = jax.vjp(combined, x, weights, matrices, has_aux=True)
         dx, dweights, dmatrices = back(dy)
         replicated = tuple(name for name in names if name not in dispatch.axes)
         return y, dropped[None], dx, dweights, lax.psum(dmatrices, replicated) if replicated else dmatrices
@@ -80,9 +102,9 @@ def on_one_device(x: Array, weights: Array, experts: Array, matrices: Array, dy:
     return y, *back(dy)
 
 
-def check(way: str, dispatch: Dispatch, given: tuple[np.ndarray, ...], axes: tuple[str, ...] = AXES) -> None:
+def check(dispatch: Dispatch, given: tuple[np.ndarray, ...], axes: tuple[str, ...] = AXES) -> None:
     dy = np.random.default_rng(9).normal(size=given[0].shape).astype(np.float32)
-    y, dropped, *gradients = on_devices(way, dispatch, axes)(*given, dy)
+    y, dropped, *gradients = on_devices(dispatch, axes)(*given, dy)
     expected, *expected_gradients = on_one_device(*given, dy)
     np.testing.assert_array_equal(dropped, 0)
     pairs = zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *expected_gradients), strict=True)
@@ -90,19 +112,16 @@ def check(way: str, dispatch: Dispatch, given: tuple[np.ndarray, ...], axes: tup
         np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-WAYS = ("gather", "ragged", "capacity")
-
-
 @pytest.mark.parametrize("way", ["gather", "ragged", pytest.param("capacity", marks=pytest.mark.slow)])
 def test_every_way_equals_one_device(way):
     """Numbers of tokens that are no multiples of 8; then all tokens to one expert; then experts without any."""
-    dispatch = Dispatch(experts=8, top_k=2, axes=AXES)
-    check(way, dispatch, case(4 * 13, 8, 2))
-    check(way, dispatch, case(4 * 13, 8, 2, every=5))
+    dispatch = WAYS[way](experts=8, top_k=2, axes=AXES)
+    check(dispatch, case(4 * 13, 8, 2))
+    check(dispatch, case(4 * 13, 8, 2, every=5))
     # Expert 8 of 8 stands for none: a token dropped earlier by a capacity.
     x, weights, experts, matrices = case(4 * 13, 8, 2)
     experts[::3, 1] = 8
-    check(way, dispatch, (x, weights, experts, matrices))
+    check(dispatch, (x, weights, experts, matrices))
 
 
 @pytest.mark.slow
@@ -121,16 +140,16 @@ def test_every_way_equals_one_device(way):
 )
 def test_all_sizes(way, tokens, experts, k, chunks):
     """Of top_k = experts, one expert a device, a token for every device, chunks."""
-    dispatch = Dispatch(experts=experts, top_k=k, axes=AXES, chunks=chunks)
-    check(way, dispatch, case(tokens, experts, k))
-    check(way, dispatch, case(tokens, experts, k, every=experts - 1))
+    dispatch = WAYS[way](experts=experts, top_k=k, axes=AXES, chunks=chunks)
+    check(dispatch, case(tokens, experts, k))
+    check(dispatch, case(tokens, experts, k, every=experts - 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["gather", "capacity"])
 def test_experts_over_two_axes_and_sharded_experts_with_their_tokens(way):
     axes = ("expert", "tensor")
-    check(way, Dispatch(experts=8, top_k=2, axes=axes), case(4 * 6, 8, 2), axes)
+    check(WAYS[way](experts=8, top_k=2, axes=axes), case(4 * 6, 8, 2), axes)
 
 
 def kept_rows(requested: np.ndarray, room: int) -> np.ndarray:
@@ -197,8 +216,8 @@ def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, ev
     assert not keep.all()
     x, weights, routed, matrices = inputs
     dy = np.random.default_rng(9).normal(size=x.shape).astype(np.float32)
-    dispatch = Dispatch(experts=experts, top_k=k, axes=AXES, room=1.0)
-    y, dropped, *gradients = on_devices(way, dispatch)(*inputs, dy)
+    dispatch = WAYS[way](experts=experts, top_k=k, axes=AXES, room=1.0)
+    y, dropped, *gradients = on_devices(dispatch)(*inputs, dy)
     kept = np.where(keep, routed, experts).astype(np.int32)
     expected, *expected_gradients = on_one_device(x, weights, kept, matrices, dy)
     assert float(np.sum(dropped)) == (~keep).sum()
@@ -217,11 +236,12 @@ def test_rows_travel_in_ragged_all_to_alls() -> None:
     """XLA's own collective, which CPUs lack."""
     gpus = virtual_devices(Cluster(GPUS["h100"], 1, 8))[:DEVICES]
     mesh = Mesh(np.array(gpus), ("expert",), axis_types=(AxisType.Auto,))
-    dispatch = Dispatch(experts=8, top_k=2, axes=("expert",))
+    dispatch = Ragged(experts=8, top_k=2, axes=("expert",))
 
     def local(x: jax.Array, weights: jax.Array, experts: jax.Array, dy: jax.Array) -> tuple:
         def run(x: jax.Array, weights: jax.Array) -> jax.Array:
-            return dispatched("ragged", x, Routing(weights, experts), lambda rows, _, w: jnp.sin(rows) * w, dispatch)[0]
+            tokens = RoutedTokens(x, weights, experts)
+            return run(dispatch, lambda sent: jnp.sin(sent.rows) * sent.weights, tokens).values
 
         y, back = jax.vjp(run, x, weights)
         return y, *back(dy)

@@ -7,7 +7,7 @@ import numpy as np
 from megajax.layers.context import Context, dropout
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 ROWS, LENGTH, HIDDEN = 4, 8, 16
 

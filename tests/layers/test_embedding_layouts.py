@@ -12,7 +12,7 @@ from megajax.layers.embedding import embed, vocabulary_loss, vocabulary_token_sc
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 ROWS, LENGTH, HIDDEN, PADDED, SIZE = 4, 6, 8, 32, 27
 

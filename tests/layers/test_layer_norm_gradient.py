@@ -13,7 +13,7 @@ from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 RNG = np.random.default_rng(7)
 HIDDEN = 48

@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 from tiny_runs import QUICK
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
-from megajax.interop.peft.folder import leading, merge
+from megajax.interop.weights.adapters import leading, merge
 from megajax.kernels.grouped.capability import GroupedSizes, capable_grouped
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
@@ -42,7 +43,7 @@ from megajax.layers.position.config import RopeConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 
 LAYOUT = Layout(Plan.of(ParallelConfig(data=1)))
@@ -251,8 +252,8 @@ def test_invalid_targets_are_refused() -> None:
         abstract(replace(LORA, decomposed=True))
     with pytest.raises(UserError, match=r"model\.lora\.rank=500 is more than the smaller side of every matrix"):
         abstract(replace(LORA, rank=500))
-    problems = LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0).problems()
-    assert [problem.setting for problem in problems] == ["rank", "alpha", "dropout", "targets"]
+    problems = problems_of(LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0))
+    assert [problem.setting for problem in problems] == ["rank", "alpha", "targets", "dropout"]
     assert replace(LORA, rank=4, alpha=8.0, rank_stabilized=True).scale() == 4
 
 

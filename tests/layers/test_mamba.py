@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from megajax.config.compose import problems_of
 from megajax.layers.context import Context
 from megajax.layers.decoding import StepRows
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
@@ -16,7 +17,7 @@ from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.optim.groups import has_decay
 from megajax.optim.muon import matrices
 
@@ -131,19 +132,19 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
         (Mamba2Config(heads=6, groups=4), {}, "groups", "heads=6 is not a multiple of groups=4"),
         (Mamba2Config(heads=6, dt_min=0.2), {}, "dt_min", "0.2 is above dt_max=0.1"),
         (Mamba2Config(heads=6, decay_min=20.0), {}, "decay_min", "20.0 is above decay_max=16.0"),
-        (Mamba2Config(heads=6, state=0), {}, "state", "must be a number above 0, got 0"),
+        (Mamba2Config(heads=6, state=0), {}, "state", "must be at least 1, got 0"),
         (Mamba2Config(heads=6, dt_limit=(1.0, 0.5)), {}, "dt_limit", "must be two numbers, the first lower"),
         (Mamba2Config(heads=6), {"tensor": 4}, "heads", "heads=6 is not divisible by parallel.tensor=4"),
         (Mamba2Config(heads=12, groups=2), {"tensor": 3}, "groups", "groups=2 and parallel.tensor=3: one must be"),
         (GatedDeltaNetConfig(heads=6, key_heads=4), {}, "key_heads", "heads=6 is not a multiple of key_heads=4"),
-        (GatedDeltaNetConfig(heads=6, key_dim=0), {}, "key_dim", "must be a number above 0, got 0"),
+        (GatedDeltaNetConfig(heads=6, key_dim=0), {}, "key_dim", "must be at least 1, got 0"),
         (GatedDeltaNetConfig(heads=6, decay_min=20.0), {}, "decay_min", "20.0 is above decay_max=16.0"),
         (GatedDeltaNetConfig(heads=12, key_heads=2), {"tensor": 3}, "key_heads", "key_heads=2 and parallel.tensor=3"),
         (Mamba1Config(inner=9, rank=1), {"tensor": 2}, "inner", "inner=9 is not divisible by parallel.tensor=2"),
-        (Mamba1Config(inner=9, rank=0), {}, "rank", "must be a number above 0, got 0"),
+        (Mamba1Config(inner=9, rank=0), {}, "rank", "must be at least 1, got 0"),
     ],
 )
 def test_refusals(cfg, sizes, setting, message):
-    (problem,) = cfg.problems() or list(cfg.mesh_problems({"tensor": 1} | sizes))
+    (problem,) = problems_of(cfg) or list(cfg.mesh_problems({"tensor": 1} | sizes))
     assert problem.setting == setting
     assert message in problem.message

@@ -14,7 +14,7 @@ from megajax.layers.param import LayerSettings, bind, specs
 from megajax.layers.position.config import Llama3ScalingConfig, RopeConfig, YarnScalingConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 pytestmark = pytest.mark.smoke
 

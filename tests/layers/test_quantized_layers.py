@@ -20,7 +20,7 @@ from megajax.layers.quantized import Quantized
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 
 ODD = ("stack.blocks.1.mixer.*", "stack.blocks.3.mixer.up_dt")

@@ -11,20 +11,16 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from megajax.layers.moe.config import CapacityConfig, RouterConfig
-from megajax.layers.moe.module import ExpertLoad
+from megajax.layers.moe.observations import REPORTED, ExpertLoad, ReplayReport, RouterReport
 from megajax.layers.moe.router import (
-    REPORTED,
     Routing,
     TokenAxes,
     add_gradient,
     balance,
     choose,
     counts,
-    load_measures,
     only,
     replay,
-    replay_measures,
-    report_measures,
     scores,
     sinkhorn,
     sparse_mixer,
@@ -118,7 +114,7 @@ def test_given_experts_have_the_weights_of_the_present_router():
     np.testing.assert_allclose(gradient, wanted, atol=1e-6)
     others = sum(e not in set(mine) for those, mine in zip(given[3:], own[3:], strict=True) for e in those)
     assert numbers.tolist() == [K * (TOKENS - 3), others] and others > 9
-    (measure,) = replay_measures()
+    (measure,) = ReplayReport().measures()
     np.testing.assert_allclose(measure.of(np.array([numbers, [0, 0]])), [others / numbers[0], np.nan])
 
 
@@ -438,7 +434,7 @@ LOADS = np.array(
 
 def test_load_of_experts_is_in_the_order_of_layers_without_padding_rows() -> None:
     path = "stack.blocks.0.mlp.load.sum"
-    metrics = measurements({path: declared((5, -1, 3, 4), load_measures())}, {path: LOADS})
+    metrics = measurements({path: declared((5, -1, 3, 4), ExpertLoad(None).measures())}, {path: LOADS})
     largest, entropy, tokens = (
         metrics[name] for name in ("expert_load_max_over_mean", "expert_load_entropy", "expert_tokens")
     )
@@ -452,7 +448,7 @@ def test_load_of_experts_is_in_the_order_of_layers_without_padding_rows() -> Non
 
 
 def test_losses_are_means_over_positions_and_dropped_tokens_are_fractions() -> None:
-    measures = report_measures(("aux", "z"), "dispatch.room")
+    measures = RouterReport(("aux", "z"), "dispatch.room").measures()
     observed = np.array([report(aux=8, z=2, chosen=64, routed=4), report(aux=4, z=6, chosen=64, dropped=16, routed=4)])
     metrics = measurements(
         {"stack.blocks.0.mlp.report.sum": declared((0, 1), measures)}, {"stack.blocks.0.mlp.report.sum": observed}
@@ -466,7 +462,7 @@ def test_losses_are_means_over_positions_and_dropped_tokens_are_fractions() -> N
 
 
 def test_before_the_first_step_numbers_are_null_and_zero_drops_are_not_shown() -> None:
-    of_load, of_report = declared((0,), load_measures()), declared((0,), report_measures(("aux",), ""))
+    of_load, of_report = declared((0,), ExpertLoad(None).measures()), declared((0,), RouterReport(("aux",)).measures())
     metrics = measurements(
         {"a.load.sum": of_load, "a.report.sum": of_report},
         {"a.load.sum": LOADS[:1] * 0, "a.report.sum": np.zeros((1, len(REPORTED)))},
@@ -476,9 +472,9 @@ def test_before_the_first_step_numbers_are_null_and_zero_drops_are_not_shown() -
 
 
 def test_layers_of_other_stacks_and_outside_of_stacks_have_names() -> None:
-    spec = declared((0, 1), load_measures())
+    spec = declared((0, 1), ExpertLoad(None).measures())
     paths = {"encoder.stack.blocks.0.mlp.load.sum": spec, "stack.blocks.1.mlp.load.sum": spec}
-    paths["predictions.1.block.mlp.load.sum"] = declared((), load_measures())
+    paths["predictions.1.block.mlp.load.sum"] = declared((), ExpertLoad(None).measures())
     metrics = measurements(paths, {**dict.fromkeys([*paths][:2], LOADS[:2]), [*paths][2]: LOADS[2]})
     values = layer_values([metrics["expert_load_max_over_mean"]])
     assert values["layers"] == [0, 1, "encoder.0", "encoder.1", "predictions.1"]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama, with_block
 
-from megajax.kernels.attention.capability import Device, Request
+from megajax.config.compose import problems_of
+from megajax.kernels.attention.capability import KernelDevice, KernelRequest
 from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -28,7 +29,7 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import block_facts
 from megajax.models.memory import saved_bytes
 from megajax.models.t5.config import T5Config
-from megajax.pipeline.layer_loop import differentiated
+from megajax.pipeline.layer_forward_backward import differentiated
 from megajax.training.program import Program
 
 ROWS, FLOAT = 6, 4
@@ -37,7 +38,9 @@ ROWS, FLOAT = 6, 4
 
 def on_cpus(model: DecoderConfig) -> DecoderConfig:
     """The model with the kernels of CPUs."""
-    return model.with_kernels([choice.kernel for choice in model.kernel_choices(Request(), Device(name="cpu"))])
+    return model.with_kernels(
+        [choice.kernel for choice in model.kernel_choices(KernelRequest(), KernelDevice(name="cpu"))]
+    )
 
 
 def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float, float]]:
@@ -188,10 +191,10 @@ def test_synonyms():
         ({"offload": ("norm",)}, "offload", "norm is recomputed with recompute=selective"),
         ({"recompute": "none", "offload": ("mlp",)}, "offload", "saves all without names"),
         ({"recompute": "none", "recompute_layers": 2}, "recompute_layers", "cannot be 2 with recompute=none"),
-        ({"recompute_layers": 0}, "recompute_layers", "cannot be 0 with recompute=selective"),
+        ({"recompute_layers": 0}, "recompute_layers", "must be at least 1, got 0"),
         ({"layers_per_checkpoint": 2}, "layers_per_checkpoint", "cannot be 2 with recompute=selective"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], setting: str, message: str):
-    problems = {problem.setting: problem.message for problem in replace(llama(repeats=4), **changes).problems()}
+    problems = {problem.setting: problem.message for problem in problems_of(replace(llama(repeats=4), **changes))}
     assert list(problems) == [setting] and message in problems[setting]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, llama
 
-from megajax.compiled.gpus import GPUS
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.layers.block.config import BlockConfig
@@ -18,6 +17,7 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.llama import llama3
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import Description
 from megajax.planning.cost.estimate import estimate
 

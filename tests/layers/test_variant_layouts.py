@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, VOCABULARY, assert_close, differentiate
 
+from megajax.config.compose import problems_of
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -143,10 +144,7 @@ CASES |= {
 
 def test_the_variants_are_legal():
     for name, cfg in MODELS.items():
-        problems = cfg.problems() + [
-            p for block in cfg.stack.pattern for p in (*block.problems(), *block.mixer.problems())
-        ]
-        assert not problems, name
+        assert not problems_of(cfg), name
 
 
 @pytest.mark.slow

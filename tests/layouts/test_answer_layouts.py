@@ -25,7 +25,7 @@ from tiny_runs import (
 )
 
 from megajax.batch import Batch
-from megajax.interop.stored.model_differences import differences
+from megajax.interop.weights.model_differences import differences
 from megajax.layers.moe.config import CapacityConfig, RouterConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
@@ -87,7 +87,7 @@ def test_gradients_equal_those_of_a_plain_log_softmax(objective: ObjectiveConfig
 
     def plain(params, piece):
         module = bind(program.abstract, params)
-        logits = module.logits(module.hidden_states(piece["tokens"], module.context(piece)))
+        logits = module.logits(module.states(piece))
         log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), piece["labels"][..., None], -1)[..., 0]
         token = isinstance(module.objective, TokenObjective)
         entropy = jnp.sum(jax.scipy.special.entr(jax.nn.softmax(logits)), axis=-1)

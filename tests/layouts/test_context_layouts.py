@@ -18,7 +18,7 @@ from tiny_runs import ONE, build_program, differentiate, gpt, llama, start, trai
 
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
-from megajax.training.scoring import Scorer
+from megajax.training.scorer import Scorer
 
 RUN = 1e-4
 """Largest relative error of a loss of a few steps."""

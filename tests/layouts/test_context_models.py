@@ -26,14 +26,14 @@ from tiny_runs import (
 )
 
 from megajax.batch import Batch, Leaf
+from megajax.job.notebook import set_up
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.moe.config import CapacityConfig, RouterConfig
 from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
-from megajax.mesh.xla_options import XlaConfig
+from megajax.mesh.sharding_rules import Plan
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.classifier.config import ClassHeadConfig, with_text_head
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
@@ -41,10 +41,10 @@ from megajax.models.decoder.multi_token_prediction import shifted
 from megajax.models.presets.encoders import bert
 from megajax.models.presets.vit import llava, vit, vit_tower
 from megajax.models.protocol import ModelConfig
+from megajax.processes.xla_options import XlaConfig
 from megajax.tasks.end_of_run_samples import sample
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import EvaluationConfig
-from megajax.training.session import setup
 
 TWO = ParallelConfig(data=1, context=2)
 FOUR = ParallelConfig(data=1, context=4)
@@ -218,7 +218,7 @@ def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str |
     cfg = build_program(llama(repeats=2), parallel, microbatches=2).cfg
     tokenizer = NullTokenizerConfig(vocabulary_size=VOCABULARY)
     cfg = replace(cfg, tokenizer=tokenizer, xla=XlaConfig(options=dict(QUICK)), evaluation=EvaluationConfig(batches=1))
-    run = setup(cfg, devices=jax.devices()[: parallel.without_data()])
+    run = set_up(cfg, devices=jax.devices()[: parallel.without_data()])
     draw = np.random.default_rng(0)
     logits = [run.model(draw.integers(0, VOCABULARY, (3, length))) for length in (1, 7, LENGTH)]
     answers = logits, run.evaluate(run.parts.splits.valid), sample(run, Path())

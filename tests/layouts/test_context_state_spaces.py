@@ -26,7 +26,7 @@ from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.decoder.config import DecoderConfig
 

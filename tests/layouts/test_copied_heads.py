@@ -20,11 +20,11 @@ from tiny_runs import (
     within,
 )
 
-from megajax.compiled.hlo import Collective, read
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
+from megajax.planning.compiled.hlo import Collective, read
 
 FSDP = ParallelConfig(data=2, tensor=4, sequence=True, data_sharding="fsdp")
 PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=4)

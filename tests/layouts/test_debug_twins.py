@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megajax.config import load
+from megajax.job.notebook import set_up
 from megajax.mesh.config import ParallelConfig
-from megajax.training.session import setup
 
 PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
@@ -49,7 +49,7 @@ def losses(family: str, *settings: str, devices: int) -> list[float]:
     cfg = load(f"{name}.py:{size}_debug".replace(":_", ":"), *settings, "evaluation.every=none")
     if devices == 1:
         cfg = cfg.but(parallel=ParallelConfig(), batch=replace(cfg.batch, side_by_side=1))
-    run = setup(cfg, devices=jax.devices()[:devices])
+    run = set_up(cfg, devices=jax.devices()[:devices])
     try:
         return [info.loss for info in run.steps()]
     finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, QUICK, build_program, differentiate, gpt, llama, place, rows, start, within
 
-from megajax.interop.stored.model_differences import differences
+from megajax.interop.weights.model_differences import differences
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.distilled.config import DistillationConfig, DistilledDecoderConfig, with_teacher
@@ -31,7 +31,7 @@ def test_gradients_equal_those_of_whole_logits() -> None:
         module = bind(program.abstract, params)
 
         def logits(decoder):
-            return decoder.logits(decoder.hidden_states(piece["tokens"], decoder.context(piece)))
+            return decoder.logits(decoder.states(piece))
 
         student, teacher = logits(module), jax.lax.stop_gradient(logits(module.teacher))
         log_q, log_p = (jax.nn.log_softmax(z / LOSS.temperature) for z in (student, teacher))

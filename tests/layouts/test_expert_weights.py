@@ -15,7 +15,7 @@ from megajax.mesh.collectives import token_axes
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.precision.config import PrecisionConfig
 from megajax.training.gradients.grads import MANUAL, Weights
 

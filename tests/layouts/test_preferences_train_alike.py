@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config import load
-from megajax.training.session import setup
+from megajax.job.notebook import set_up
 
 LAYOUTS = {
     1: (),
@@ -20,7 +20,7 @@ LAYOUTS = {
 def trained(devices: int) -> tuple[list[float], float]:
     """The losses of 30 steps, and the accuracy on held-out pairs after them."""
     cfg = load("dpo.py:debug", *LAYOUTS[devices], "steps=30", "batch.micro_size=4", devices=devices)
-    run = setup(cfg, devices=jax.devices()[:devices])
+    run = set_up(cfg, devices=jax.devices()[:devices])
     try:
         losses = [info.loss for info in run.steps()]
         metrics = run.metrics(run.parts.splits.valid)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_runs import ONE, QUICK, assert_close, build_program, llama, place, rows, start, within
 
-from megajax.checkpoint.weights.quantize_on_load import quantized_matrices
+from megajax.interop.weights.quantize_on_load import quantized_matrices
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.layers.quantized import Quantized

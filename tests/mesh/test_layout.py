@@ -11,7 +11,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh, free_axes, manual_axes
 from megajax.mesh.replicated_heads import copy_heads, sum_copies
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 PARALLEL = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
 LAYOUT, PLAN = Layout(Plan.of(PARALLEL)), Plan.of(PARALLEL)

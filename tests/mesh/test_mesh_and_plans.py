@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.config.errors import UserError
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan, Rules
+from megajax.mesh.sharding_rules import Plan, Rules
 
 pytestmark = pytest.mark.smoke
 
@@ -79,12 +79,10 @@ def test_one_process_may_leave_devices_unused():
         (ParallelConfig(virtual_stages=2), "parallel.virtual_stages: 2 virtual stages need a pipeline"),
         (ParallelConfig(pipeline=2, schedule="interleaved"), "interleaved needs parallel.virtual_stages > 1"),
         (ParallelConfig(pipeline=4, layers=(1, 2)), "parallel.layers: 1,2 must be 4 numbers above 0"),
-        (
-            ParallelConfig(pipeline=2, layers=(0, 4)),
-            "0,4 must be 2 numbers above 0, one for each of parallel.pipeline=2",
-        ),
+        (ParallelConfig(pipeline=2, layers=(0, 4)), "parallel.layers.0: must be at least 1, got 0"),
+        (ParallelConfig(pipeline=2, layers=(4,)), "4 must be 2 numbers above 0, one for each of parallel.pipeline=2"),
         (ParallelConfig(pipeline=2, virtual_stages=0), "parallel.virtual_stages: must be at least 1, got 0"),
-        (ParallelConfig(pipeline=2, loss_wait=2), "parallel.loss_wait: must be 0 or 1, got 2"),
+        (ParallelConfig(pipeline=2, loss_wait=2), "parallel.loss_wait: expected one of 0, 1, got 2"),
         (ParallelConfig(sequence=True), "parallel.sequence: sequence parallelism needs parallel.tensor > 1"),
         (ParallelConfig(data=8, shards=0), "parallel.shards: must be at least 1, got 0"),
         (ParallelConfig(data=8, shards=3), "parallel.shards: groups of 3 devices do not divide parallel.data=8"),

@@ -1,5 +1,6 @@
 """Lines that a full disk rejects are written when there is space again, complete and in order."""
 
+import contextlib
 import errno
 import json
 import os
@@ -8,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megajax.config.errors import UserError
 from megajax.metrics.event_log import append_event
 from megajax.metrics.line_file import LineFile, LinesLost
+from megajax.metrics.run_folder import RunFolder
 from megajax.metrics.writers import EventsWriter
+from megajax.reporting.history import read_history
 
 WRITE = os.write
 
@@ -145,3 +149,33 @@ def test_threads_do_not_mix_lines(tmp_path: Path) -> None:
         thread.join()
     file.close()
     assert sorted(whole_lines(tmp_path / "x.jsonl")) == [first + n for first in (0, 1000, 2000) for n in range(200)]
+
+
+FILES = ("config.yaml", "config.diff", "metrics.jsonl", "events.jsonl", "layers.jsonl", "on_event.log", ".on_event",
+         "metrics.superseded.jsonl", "report.html", "loss.png")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FILES, "checkpoints", "tensorboard", "profile"])
+def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path, name: str) -> None:
+    path, file = tmp_path / name, name in FILES
+    if file:
+        os.mkfifo(path)
+    else:
+        path.write_text("")
+    with pytest.raises(UserError, match="is in the way: the run needs " + "a regular file" if file else "a folder"):
+        RunFolder.create(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=name) if file else contextlib.nullcontext():
+        RunFolder.create(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "events.jsonl"
+    os.mkfifo(pipe)
+    (tmp_path / "null").symlink_to("/dev/null")
+    for path in (pipe, tmp_path / "null"):
+        for write in (LineFile, lambda path: append_event(path, "lost")):
+            with pytest.raises(OSError, match="not a regular file"):
+                write(path)
+    assert "cannot be read: not a regular file" in " ".join(read_history(tmp_path).faults)

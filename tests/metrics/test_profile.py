@@ -15,8 +15,8 @@ from megajax.config.read_limits import Limits, OverBudget
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
 from megajax.metrics.trace_summary import (
-    Event,
-    Kernel,
+    KernelCalls,
+    KernelRun,
     find_trace,
     merge_intervals,
     parse_profile,
@@ -27,8 +27,8 @@ from megajax.metrics.trace_summary import (
 from megajax.tools import trace as tool
 
 
-def event(name: str, begin: float, end: float, communicates: bool = False) -> Event:
-    return Event(name, begin * 1e6, end * 1e6, communicates)
+def event(name: str, begin: float, end: float, communicates: bool = False) -> KernelRun:
+    return KernelRun(name, begin * 1e6, end * 1e6, communicates)
 
 
 def test_communication_without_concurrent_kernels_is_exposed():
@@ -99,8 +99,10 @@ def test_a_trace_of_a_gpu_by_hand() -> None:
     assert (result.busy, result.idle) == pytest.approx((9.795 / 2, 0.205 / 2))
     assert (result.communication, result.exposed) == pytest.approx((1.5, 0.5))
     assert result.kernels == (
-        Kernel(name="gemm", calls=1, milliseconds=3.5, share=pytest.approx(7 / 11.795)),
-        Kernel(name="ncclDevKernel_AllGather", calls=1, milliseconds=1.5, share=pytest.approx(3 / 11.795), exposed=0.5),
+        KernelCalls(name="gemm", calls=1, milliseconds=3.5, share=pytest.approx(7 / 11.795)),
+        KernelCalls(
+            name="ncclDevKernel_AllGather", calls=1, milliseconds=1.5, share=pytest.approx(3 / 11.795), exposed=0.5
+        ),
     )
     (collective,) = result.collectives
     assert (collective.milliseconds, collective.exposed) == pytest.approx((1.5, 0.5))
@@ -112,7 +114,7 @@ def test_a_trace_of_a_gpu_by_hand() -> None:
 @pytest.mark.parametrize("planes", [[HOST], [plane("/device:GPU:0"), HOST]], ids=["cpu", "idle GPU"])
 def test_without_kernels_of_gpus_operations_of_the_host_count(planes) -> None:
     (events,) = parse_profile(SimpleNamespace(planes=planes)).devices
-    assert events == [Event("dot.1", 0.0, 4e6, False)]
+    assert events == [KernelRun("dot.1", 0.0, 4e6, False)]
 
 
 def test_a_real_trace_by_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

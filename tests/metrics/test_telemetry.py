@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,12 +18,13 @@ import pytest
 from gangs import free_port
 from waiting import wait_until
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.metrics.config import LoggingConfig, TelemetryConfig
-from megajax.metrics.event_hook import LOG, POSITION, event_hook, handle_new_lines
+from megajax.metrics.event_hook import LOG, LOG_BYTES, POSITION, event_hook, handle_new_lines
 from megajax.metrics.event_log import append_event
 from megajax.metrics.record import EvaluationRecord
-from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.run_folder import RunFolder
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana_board.json"
 
@@ -129,7 +131,7 @@ def test_the_board_shows_only_metrics_that_exist(tmp_path, step):
 @pytest.mark.slow
 def test_an_unreachable_collector_is_told_once_and_a_taken_port_before_files(tmp_path, step, capfd, monkeypatch):
     pytest.importorskip("opentelemetry.exporter.prometheus")
-    monkeypatch.setattr("megajax.metrics.telemetry.EXPORT_SECONDS", 3)
+    monkeypatch.setattr("megajax.metrics.prometheus_and_opentelemetry.EXPORT_SECONDS", 3)
     port = free_port()
     logging = LoggingConfig(telemetry=TelemetryConfig(otlp=f"http://127.0.0.1:{port}", every_seconds=1))
     with logging.build(RunFolder.create(tmp_path / "run")) as writers:
@@ -154,7 +156,7 @@ def test_an_unreachable_collector_is_told_once_and_a_taken_port_before_files(tmp
     ],
 )
 def test_settings_without_a_meaning_are_refused(settings, word):
-    (problem,) = TelemetryConfig(**settings).problems()
+    (problem,) = problems_of(TelemetryConfig(**settings))
     assert word in str(problem) and "secret" not in str(problem)
 
 
@@ -178,6 +180,16 @@ def test_the_command_runs_once_for_each_line_of_every_process_and_attempt(tmp_pa
         f"megajax: event crash: Command '{command}' returned non-zero exit status 1.",
     ]
     assert [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")] == ["start", "crash"]
+
+
+def test_the_log_of_the_command_is_bounded_and_its_children_end_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("megajax.metrics.event_hook.COMMAND_SECONDS", 1)
+    append_event(tmp_path / "events.jsonl", "start")
+    mark = f"123.{os.getpid()}"
+    handle_new_lines(tmp_path, f"yes | head -c 30000000; echo last; sleep {mark} & sleep {mark}", 0)
+    log = (tmp_path / LOG).read_bytes()
+    assert len(log) <= LOG_BYTES and b"last\nmegajax: event start: Command 'yes" in log and b"timed out after 1" in log
+    assert subprocess.run(["pgrep", "-f", f"^sleep {mark}"], stdout=subprocess.DEVNULL).returncode == 1
 
 
 def test_a_start_that_writes_no_line_leaves_its_folder_unchanged(tmp_path):

@@ -10,9 +10,9 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.metrics.config import LoggingConfig, WandbConfig
-from megajax.metrics.event_log import Clock
+from megajax.metrics.event_log import Clock, append_event, next_attempt
 from megajax.metrics.record import EvaluationRecord, read_metrics
-from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.run_folder import RunFolder
 from megajax.metrics.writer import Writer, Writers
 from megajax.metrics.writers import EventsWriter
 
@@ -20,16 +20,19 @@ from megajax.metrics.writers import EventsWriter
 def test_events_keep_every_attempt(tmp_path):
     path = tmp_path / "events.jsonl"
     for attempt in (1, 2):
-        writer = EventsWriter(path, clock=Clock(lambda: 1.5, lambda: 3.25))
+        writer = EventsWriter(path, attempt=attempt, clock=Clock(lambda: 1.5, lambda: 3.25))
         writer.event("saved", step=attempt, path=Path("/x"), seconds=math.inf, name="a", sizes=(1, 2))
         writer.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["clock"][1] == 3.25
     assert lines[1] == {
-        "time": 1.5, "clock": lines[0]["clock"], "event": "saved", "step": 2, "path": "/x", "seconds": None,
-        "name": "a", "sizes": [1, 2],
+        "time": 1.5, "clock": lines[0]["clock"], "event": "saved", "attempt": 2, "step": 2, "path": "/x",
+        "seconds": None, "name": "a", "sizes": [1, 2],
     }  # fmt: skip
     assert [line["step"] for line in lines] == [1, 2]
+    assert next_attempt(path) == 3 and next_attempt(tmp_path / "absent.jsonl") == 1
+    append_event(path, "restart", attempt=3)
+    assert next_attempt(path) == 3, "the launcher has begun it"
 
 
 def test_an_event_may_not_hide_its_name(tmp_path):

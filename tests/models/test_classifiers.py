@@ -11,10 +11,11 @@ from flax import nnx
 from tiny_runs import LENGTH, ROWS, VOCABULARY
 
 from megajax.batch import Batch
+from megajax.config.compose import problems_of
 from megajax.layers.param import bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.classifier.config import (
     ChoiceHeadConfig,
     ClassHeadConfig,
@@ -182,9 +183,9 @@ def test_a_row_has_the_positions_of_all_its_sequences(name):
 
 def test_problems_are_reported():
     decoder: DecoderConfig = tiny_runs.llama()
-    messages = [str(problem) for problem in with_text_head(decoder, CLASSES).problems()]
+    messages = [str(problem) for problem in problems_of(with_text_head(decoder, CLASSES))]
     assert len(messages) == 1 and "the first token of a causal model sees no other token" in messages[0]
-    assert not with_text_head(decoder, LAST).problems()
+    assert not problems_of(with_text_head(decoder, LAST))
     assert not small_bert(CLASSES).allows_context() and not with_text_head(decoder, LAST).allows_context()
     for head, place in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
-        assert [problem.setting for problem in head.problems()] == [place]
+        assert [problem.setting for problem in problems_of(head)] == [place]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tiny_runs import with_block
 
-from megajax.compiled.gpus import GPUS
 from megajax.config.errors import Problem, UserError
 from megajax.layers.facts import Elements, Layer, Matmul, MultiplyAdds, Side, Weight
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 

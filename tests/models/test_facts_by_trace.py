@@ -20,8 +20,8 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from megajax.config import load
-from megajax.config.files import functions_of
-from megajax.layers.block.config import BlockConfig
+from megajax.config.config_files import functions_of
+from megajax.layers.block.config import BlockConfig, shared_bias
 from megajax.layers.block.step_work import Reached, Training, block_work, factors
 from megajax.layers.context import Context
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
@@ -33,7 +33,7 @@ from megajax.layers.recompute import NAMES, Part, Recompute, Recomputing
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from tests.models.test_encoders import normalised_after
 from tests.models.test_presets_and_formulas import EVERYTHING, MODELS
 
@@ -301,6 +301,8 @@ def traced(case: Case) -> tuple[tuple[Weight, ...], Trace]:
     like, ids = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1, case.length), jnp.int32)
     ctx, x = Context(positions=ids, index=like((case.length,), jnp.int32), segments=ids), [case.length]
     ctx = ctx._replace(layer=like((), jnp.int32))
+    if (shared := shared_bias(case.block)) is not None:
+        ctx = ctx._replace(bias=like((shared[1].buckets, shared[0]), jnp.float32))
     if case.memory_length:
         x.append(case.memory_length)
         ctx = ctx._replace(memory_segments=like((1, case.memory_length), jnp.int32))

@@ -10,7 +10,7 @@ from megajax.batch import Grads
 from megajax.layers.embedding import VocabularyLoss
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.decoder.multi_token_prediction import shifted

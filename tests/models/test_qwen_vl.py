@@ -22,7 +22,7 @@ from megajax.layers.position.config import AxialRopeConfig, InterleavedRopeConfi
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.qwen_vl.config import DynamicTowerConfig, QwenVLConfig, qwen_vl

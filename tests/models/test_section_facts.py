@@ -18,7 +18,7 @@ from megajax.layers.param import ParamSpec, specs
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report

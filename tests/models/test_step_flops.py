@@ -19,7 +19,6 @@ from tiny_runs import LENGTH, READ, llama
 from benchmarks.roofline import roof_of
 from benchmarks.stopwatch import Spread
 from benchmarks.training.train_speed import speeds
-from megajax.compiled.gpus import GPUS
 from megajax.job.steps import step_rate
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -28,13 +27,13 @@ from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.param import path_of
 from megajax.layers.stack.config import StackConfig
 from megajax.models.decoder.config import DecoderConfig
-from megajax.models.facts import flops_of
-from megajax.models.summary import summarize
+from megajax.models.facts import flops_of, summarize
 from megajax.optim.config import AdamWConfig
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate, to_dict
 from megajax.planning.show import layout as layout_of_plan
-from megajax.training.row_work import row_work
+from megajax.training.session import row_work
 from tests.models.test_encoders import t5
 from tests.models.test_section_facts import layout, products
 

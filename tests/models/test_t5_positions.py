@@ -17,7 +17,7 @@ from megajax.layers.param import bind, specs
 from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.t5.config import T5Config
 
 HEADS, SIZE, HIDDEN, WORDS = 2, 8, 12, 50

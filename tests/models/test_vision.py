@@ -22,7 +22,7 @@ from megajax.layers.recompute import Recompute
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.facts import flops_of
 from megajax.models.presets import vit as presets
 from megajax.models.reduction import LossReduction, quotient
@@ -193,7 +193,7 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
     [
         ({"height": 9}, ONE, "height: 9 is not divisible by patch=2"),
         ({"class_tokens": 0}, ONE, "reads a class token, but class_tokens=0"),
-        ({"mean": (0.5,)}, ONE, "must be 3 numbers"),
+        ({"mean": (0.5,)}, ONE, "expected 3 values"),
         ({"positions_multiple": 1}, ParallelConfig(data=1, tensor=2, sequence=True), "use 2"),
         ({}, ParallelConfig(data=1, context=2), "ViTConfig needs whole rows"),
         ({"stack": StackConfig(pattern=(replace(BLOCK, mixer=AttentionConfig(heads=4)),), repeats=2)}, ONE, "to false"),

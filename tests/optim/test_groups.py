@@ -10,10 +10,10 @@ from megajax.config.errors import UserError
 from megajax.layers.param import ONES, ParamSpec, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig, GroupConfig, MuonConfig, ScheduleConfig, SGDConfig
-from megajax.optim.groups import Group, groups
+from megajax.optim.groups import ParameterGroup, groups
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def declared() -> dict[str, ParamSpec]:
 
 def test_matrices_decay_at_the_rate_of_the_schedule(declared):
     by_path = groups(AdamWConfig(), declared)
-    assert set(by_path.values()) == {Group(), Group(decay=0.0)}
+    assert set(by_path.values()) == {ParameterGroup(), ParameterGroup(decay=0.0)}
     undecayed = {path for path, group in by_path.items() if not group.decay}
     assert undecayed == {path for path in by_path if path.endswith(("bias", "gain"))}
     assert "stack.blocks.0.mixer.query_bias" in undecayed and not undecayed & {"tokens", "positions"}
@@ -57,7 +57,7 @@ def test_token_embedding_and_head_have_rates_of_their_own(declared):
     by_path = groups(AdamWConfig(embedding_lr=1e-4, embedding_min_lr=1e-6), declared)
     with_rate = {path for path, group in by_path.items() if group.lr is not None}
     assert with_rate == {path for path, spec in declared.items() if "vocab" in spec.axes}
-    assert by_path["tokens"] == Group(lr=1e-4, min_lr=1e-6)
+    assert by_path["tokens"] == ParameterGroup(lr=1e-4, min_lr=1e-6)
 
 
 def test_patterns_change_their_own_settings_and_later_ones_win(declared):
@@ -69,10 +69,10 @@ def test_patterns_change_their_own_settings_and_later_ones_win(declared):
         )
     )
     by_path = groups(cfg, declared)
-    assert by_path["stack.blocks.0.mlp.up"] == Group(lr_multiplier=3.0, decay=2.0)
-    assert by_path["stack.blocks.0.mlp.down"] == Group(lr_multiplier=0.5, decay=2.0)
-    assert by_path["positions"] == Group(decay=0.0)
-    assert by_path["tokens"] == Group()
+    assert by_path["stack.blocks.0.mlp.up"] == ParameterGroup(lr_multiplier=3.0, decay=2.0)
+    assert by_path["stack.blocks.0.mlp.down"] == ParameterGroup(lr_multiplier=0.5, decay=2.0)
+    assert by_path["positions"] == ParameterGroup(decay=0.0)
+    assert by_path["tokens"] == ParameterGroup()
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_paths(declared):
@@ -108,9 +108,9 @@ def test_the_update_uses_the_rates_of_each_group():
 def test_a_group_whose_rate_would_rise_is_refused():
     schedule = ScheduleConfig(lr=1e-2, min_lr=1e-3).build(steps=10, global_size=1)
     with pytest.raises(UserError, match=r"lr=0\.0001 of their own would rise to schedule\.min_lr=0\.001"):
-        schedule.rates(jnp.int32(0), 0.1, Group(lr=1e-4))
+        schedule.rates(jnp.int32(0), 0.1, ParameterGroup(lr=1e-4))
     with pytest.raises(UserError, match=r"min_lr=0\.1 of their own"):
-        schedule.rates(jnp.int32(0), 0.1, Group(min_lr=0.1))
+        schedule.rates(jnp.int32(0), 0.1, ParameterGroup(min_lr=0.1))
 
 
 def test_the_table_names_rule_rates_and_weights(declared):
@@ -123,4 +123,4 @@ def test_the_table_names_rule_rates_and_weights(declared):
     assert "stack.blocks.0.mlp.up" in rows["Orthogonalised, schedule's lr, decay"]
     listed = sorted(path for weights in rows.values() for path in weights.split(", "))
     assert listed == sorted(declared)
-    assert str(Group()) == "schedule's lr, decay"
+    assert str(ParameterGroup()) == "schedule's lr, decay"

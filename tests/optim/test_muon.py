@@ -11,7 +11,7 @@ from flax import nnx
 from megajax.layers.param import Normal, ParamSpec, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import MuonConfig
 from megajax.optim.muon import POLYNOMIALS, Matrices, matrices, orthogonalise, scale

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megajax.config import load
+from megajax.config.compose import problems_of
 from megajax.config.errors import ConfigError, Problem
 from megajax.mesh.mesh import build_mesh
 from megajax.optim.config import (
@@ -25,13 +26,12 @@ from megajax.training.program import Program
 @pytest.mark.parametrize(
     ("cfg", "setting", "message"),
     [
-        (AdamWConfig(beta1=1.0), "beta1", "must be at least 0 and below 1, got 1.0"),
+        (AdamWConfig(beta1=1.0), "beta1", "must be at least 0 and below 1, got 1"),
         (AdamWConfig(beta2=-0.1), "beta2", "must be at least 0 and below 1, got -0.1"),
-        (AdamWConfig(clip=0.0), "clip", "must be a number above 0, got 0.0"),
+        (AdamWConfig(clip=0.0), "clip", "must be above 0, got 0"),
         (AdamWConfig(epsilon=-1e-8), "epsilon", "must be above 0, got -1e-08"),
-        (AdamWConfig(weight_decay=-1.0), "weight_decay", "must be a number of at least 0, got -1.0"),
+        (AdamWConfig(weight_decay=-1.0), "weight_decay", "must be at least 0, got -1"),
         (AdamWConfig(embedding_lr=1e-3, embedding_min_lr=1e-2), "embedding_min_lr", "above embedding_lr"),
-        (AdamWConfig(offload=-0.1), "offload", ""),
         (AdamWConfig(offload=1.5), "offload", ""),
         (AdamWConfig(moments="bfloat16"), "moments", "beta2=0.999"),
         (AdamWConfig(moments="float16", beta2=0.9995), "moments", "beta2=0.9995"),
@@ -41,32 +41,27 @@ from megajax.training.program import Program
         (MuonConfig(iterations=7), "iterations", "7 is not a multiple of quintic's 5"),
         (MuonConfig(iterations=5, coefficients="polar_express"), "iterations", "leaves some out"),
         (MuonConfig(iterations=0), "iterations", "at least 1"),
-        (MuonConfig(epsilon=0.0), "epsilon", "above 0"),
         (MuonConfig(extra_scale=0.0), "extra_scale", "above 0"),
         (GroupConfig(match=""), "match", ""),
         (GroupConfig(match="a", lr=-1.0), "lr", ""),
         (GroupConfig(match="a", lr=1.0, min_lr=2.0), "min_lr", ""),
         (GroupConfig(match="a", decay=-1.0), "decay", ""),
-        (
-            ScheduleConfig(warmup_steps=1, warmup_samples=1),
-            "warmup_samples",
-            "warmup_steps and warmup_samples are both set",
-        ),
+        (ScheduleConfig(warmup_steps=1, warmup_samples=1), "warmup_samples", "warmup_steps and warmup_samples are"),
         (ScheduleConfig(decay_steps=9, decay_samples=9), "decay_samples", "decay_steps and decay_samples are both set"),
-        (ScheduleConfig(lr=-1.0, min_lr=-1.0), "lr", "must be a number of at least 0"),
+        (ScheduleConfig(lr=-1.0, min_lr=-1.0), "lr", "must be at least 0"),
         (ScheduleConfig(min_lr=1.0), "min_lr", "min_lr=1.0 is above lr=0.0003"),
-        (ScheduleConfig(warmup_steps=-1), "warmup_steps", "must be a number of at least 0"),
+        (ScheduleConfig(warmup_steps=-1), "warmup_steps", "must be at least 0"),
         (ScheduleConfig(warmup_fraction=1.5), "warmup_fraction", "must be between 0 and 1, got 1.5"),
         (ScheduleConfig(warmup_start=1.0), "warmup_start", "warmup_start=1.0 is above lr=0.0003"),
         (ScheduleConfig(style="wsd"), "anneal_steps", "is needed with style=wsd"),
         (ScheduleConfig(style="wsd", anneal_steps=0), "anneal_steps", "must be at least 1, got 0"),
         (ScheduleConfig(anneal_samples=5), "anneal_samples", "has no meaning with style=cosine"),
         (ScheduleConfig(style="wsd", anneal_samples=5, anneal_steps=5), "anneal_samples", "are both set"),
-        (ScheduleConfig(weight_decay_start=-1.0), "weight_decay_start", "must be a number of at least 0"),
+        (ScheduleConfig(weight_decay_start=-1.0), "weight_decay_start", "must be at least 0"),
     ],
 )
 def test_problems(cfg: Any, setting: str, message: str) -> None:
-    problem = cfg.problems()[0]
+    problem = problems_of(cfg)[0]
     assert problem.setting == setting
     assert message in problem.message
 

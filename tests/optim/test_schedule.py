@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from megajax.optim.config import ScheduleConfig
-from megajax.optim.groups import Group
-from megajax.optim.schedule import Schedule
+from megajax.optim.groups import ParameterGroup
+from megajax.optim.schedule import RateSchedule
 
 STEPS, SIZE = 100, 8
 
 
-def lr_at(schedule: Schedule, samples: int, **rates: float) -> float:
+def lr_at(schedule: RateSchedule, samples: int, **rates: float) -> float:
     return float(schedule(jnp.int32(samples), **rates))
 
 
-def schedule(**settings) -> Schedule:
+def schedule(**settings) -> RateSchedule:
     return ScheduleConfig(**{"lr": 1e-3, "min_lr": 1e-4} | settings).build(steps=STEPS, global_size=SIZE)
 
 
@@ -78,7 +78,7 @@ def test_the_device_and_the_host_agree(settings, steps):
     np.testing.assert_allclose(rates, exact, rtol=1e-6, atol=0)
 
 
-def exactly(schedule: Schedule, n: int) -> float:
+def exactly(schedule: RateSchedule, n: int) -> float:
     """The definition with rational fractions; the remaining fraction is never computed from a rounded one."""
     cfg, warmup, decay = schedule.cfg, Fraction(schedule.warmup), Fraction(schedule.decay)
     if 0 < warmup >= n:
@@ -118,7 +118,9 @@ def test_groups_have_their_own_highest_and_lowest_rate():
     assert lr_at(lr, 25 * SIZE, lr=4e-3) == pytest.approx(2e-3, rel=1e-6)
     rates = lr(jnp.int32(75 * SIZE), lr=4e-3, min_lr=2e-3)
     np.testing.assert_allclose(rates, 3e-3, rtol=1e-6)
-    rate, decay = lr.rates(jnp.int32(75 * SIZE), 0.1, Group(lr=4e-3, min_lr=2e-3, lr_multiplier=0.5, decay=3.0))
+    rate, decay = lr.rates(
+        jnp.int32(75 * SIZE), 0.1, ParameterGroup(lr=4e-3, min_lr=2e-3, lr_multiplier=0.5, decay=3.0)
+    )
     np.testing.assert_allclose([rate, decay], [1.5e-3, 0.3], rtol=1e-6)
 
 

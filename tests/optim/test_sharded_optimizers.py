@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from megajax.layers.param import Normal, ParamSpec
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.optim.config import AdamWConfig, MuonConfig
 from megajax.optim.optimizer import constant_rates, global_norm
 

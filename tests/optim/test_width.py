@@ -13,7 +13,7 @@ from megajax.layers.param import bind, initial_values, specs
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, ScheduleConfig, SGDConfig
 from megajax.optim.optimizer import constant_rates

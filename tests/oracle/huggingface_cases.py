@@ -10,17 +10,17 @@ import numpy as np
 from megatron_cases import FOLDER, unsupported
 from safetensors.numpy import load_file
 
-from megajax.checkpoint.weights.foreign import declared_by, demand_fit
 from megajax.config.errors import UserError
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
 from megajax.interop import conversion
-from megajax.interop.formats import open_stored
 from megajax.interop.huggingface.registry import families, lost_settings
 from megajax.interop.loading import load, start_engine
-from megajax.interop.origin import Origin, generation_config
-from megajax.interop.stored.model import StoredModel
+from megajax.interop.weights.foreign import declared_by, demand_fit
+from megajax.interop.weights.formats import open_stored
+from megajax.interop.weights.origin import generation_config
+from megajax.interop.weights.stored_model import StoredModel
 
 TOLERANCE = 1e-5
 
@@ -37,14 +37,14 @@ def opened(folder: Path) -> StoredModel:
     """The model of a folder, whose config.json and tensors survive a round trip."""
     try:
         model = open_stored(f"hf:{folder}")
-        demand_fit(model.foreign.tensors, model.table, model.foreign.ignored)
+        demand_fit(model.foreign.tensors, model.foreign.table, model.foreign.ignored)
     except UserError as error:
         if "MegaJAX lacks" in str(error) or "is not supported" in str(error):
             unsupported(str(error))
         raise
     assert lost_settings(model.model, families()[model.origin.family]) == []
     weights = whole(model, np.asarray)
-    for tensor in model.table:
+    for tensor in model.foreign.table:
         back, there = (
             tensor.from_weights([weights[p.path][p.index] for p in tensor.pieces]),
             model.foreign.tensors.read(tensor.name),
@@ -55,7 +55,7 @@ def opened(folder: Path) -> StoredModel:
 
 def whole(model: StoredModel, change: Callable[[np.ndarray], np.ndarray]) -> Arrays:
     """Every weight and observation by path."""
-    boxes = {path: tuple(slice(0, n) for n in shape) for path, shape in model.weights.shapes().items()}
+    boxes = {path: tuple(slice(0, n) for n in shape) for path, shape in model.weights.shapes.items()}
     return {path: change(model.weights.read(path, box)) for path, box in boxes.items()}
 
 
@@ -79,7 +79,7 @@ NEW = 8
 
 def check_greedy_tokens(folder: Path) -> None:
     """The engine answers prompts in chunks with the stored tokens."""
-    origin, greedy = Origin(hf=folder), stored(folder)["greedy"].tolist()
+    origin, greedy = f"hf:{folder}", stored(folder)["greedy"].tolist()
     config: GenerationConfig = generation_config(origin, GenerationConfig).base
     settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=64)
     try:

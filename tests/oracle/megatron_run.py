@@ -12,17 +12,17 @@ from flax import nnx
 from megajax.batch import Batch, batch_schema
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.context import Context
-from megajax.layers.moe.router import LOSSES, REPORTED
+from megajax.layers.moe.observations import LOSSES, REPORTED
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.reduction import LossReduction
 from megajax.optim.config import OptimizerConfig, ScheduleConfig
-from megajax.optim.schedule import Schedule
+from megajax.optim.schedule import RateSchedule
 from megajax.precision.config import PrecisionConfig
 from megajax.training.gradients.accumulate import accumulate
 from megajax.training.gradients.grads import GradFn, Weights
@@ -226,7 +226,7 @@ class Trainer:
         model: OneDevice,
         params: Mapping[str, np.ndarray],
         optimizer: OptimizerConfig,
-        schedule: Schedule,
+        schedule: RateSchedule,
         average: Average,
         rows: int,
     ):

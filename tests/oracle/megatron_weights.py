@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.name_mapping import Mapped, Row, resolved
 from megajax.interop.megatron.checkpoints.tables import blocks, table
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.name_mapping import MappedTensor, Row, resolved
 from megajax.models.vision.config import VisionTowerConfig
 
 type Arrays = Mapping[str, np.ndarray]
@@ -27,7 +27,7 @@ ORDER = (
 """Parts of names in the order in which Megatron-LM's modules are created, which is that of its named_parameters()."""
 
 
-def tensors(cfg: Any) -> dict[str, Mapped]:
+def tensors(cfg: Any) -> dict[str, MappedTensor]:
     """Megatron-LM's name -> its place in ours, in the order of its named_parameters()."""
     rows = images_table(cfg) if isinstance(cfg, VisionTowerConfig) else table(cfg)
     declared = declared_by(cfg)

@@ -15,7 +15,7 @@ from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.request import Output, Request
 from megajax.inference.sampling_settings import Sampling
 from megajax.interop.loading import load, start_engine
-from megajax.interop.origin import Origin, folder_pooling, generation_config
+from megajax.interop.weights.origin import folder_pooling, generation_config
 from megajax.layers.param import bind
 
 
@@ -53,8 +53,9 @@ def test_embeddings(heads: bool, oracle_dir: Path, tmp_path: Path) -> None:
     present = io["attention_mask"].astype(bool)
     np.testing.assert_allclose(logits[present], io["prediction_logits"][present], atol=TOLERANCE)
 
-    origin = Origin(hf=folder if heads else without_heads(folder, tmp_path / "bert"))
-    assert folder_pooling(origin.hf) == (None if heads else "first")
+    folder = folder if heads else without_heads(folder, tmp_path / "bert")
+    origin = f"hf:{folder}"
+    assert folder_pooling(folder) == (None if heads else "first")
     config: GenerationConfig = generation_config(origin, GenerationConfig).base
     settings = replace(config.inference, compute="float32", rows=2)
     engine = start_engine(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER as ORACLE
 
-from megajax.precision.block_recipes import Rows, _by_reference
-from megajax.precision.blocks import Format, quantize
+from megajax.precision.block_recipes import RoundedRows, _by_reference
+from megajax.precision.blocks import BlockFormat, quantize
 from megajax.precision.matmul import terms
 
 FOLDER = ORACLE.parent / "oracle3" / "quant"
@@ -26,14 +26,14 @@ CASES = {
 }
 
 
-def format_of(meta: dict[str, Any]) -> Format:
+def format_of(meta: dict[str, Any]) -> BlockFormat:
     if "activation_tile" in meta:
         power = meta["power_of_two_scales"]
-        return Format("e4m3", 128, "power_of_two" if power else "float32", "up", 1e-4 if power else 1e-12)
+        return BlockFormat("e4m3", 128, "power_of_two" if power else "float32", "up", 1e-4 if power else 1e-12)
     if "two_level" in meta:
-        return Format("e2m1", meta["block"], "nvfp4")
+        return BlockFormat("e2m1", meta["block"], "nvfp4")
     mode = meta["scale_mode"].lower()
-    return Format(meta["element"], meta["block"], "power_of_two", "up" if mode == "rceil" else mode)
+    return BlockFormat(meta["element"], meta["block"], "power_of_two", "up" if mode == "rceil" else mode)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,7 +59,7 @@ def test_codes_scales_and_products(case: str) -> None:
             np.testing.assert_array_equal(codes.astype(np.float32) * spread, of["dequantized"])
         # Rounded to float32 where the file has them.
         exact.append(of.get("dequantized", codes.astype(np.float64) * spread).astype(np.float64))
-        operands.append(Rows(blocks, form, tiles))
+        operands.append(RoundedRows(blocks, form, tiles))
     product = expected[f"{case}/product"]
     np.testing.assert_allclose(exact[0] @ exact[1].T, product, rtol=1e-12, atol=1e-12 * np.abs(product).max())
     actual = _by_reference(terms("ak,wk->aw"), *operands, jnp.dtype(jnp.float32))

@@ -6,13 +6,13 @@ import pytest
 from megatron_cases import FOLDER as ORACLE
 
 from megajax.precision.codebooks import NF4, DoubleScales, NormalFloat, dynamic_map
-from megajax.precision.quantization import Groups, unpack
+from megajax.precision.quantization import GroupedCodes, unpack
 
 FILE = ORACLE.parent / "oracle3" / "quant" / "bnb_4bit_8bit.npz"
 if not FILE.is_file():
     pytest.skip(f"no {FILE}", allow_module_level=True)
 ARRAYS = np.load(FILE)
-FORM = Groups(64, NormalFloat(), inputs=1, outputs=1)
+FORM = GroupedCodes(64, NormalFloat(), inputs=1, outputs=1)
 
 
 def test_tables() -> None:

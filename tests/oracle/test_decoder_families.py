@@ -12,7 +12,7 @@ from huggingface_cases import arrays, check_greedy_tokens, check_round_trip, ope
 from megatron_cases import FOLDER as ORACLE
 from megatron_run import OneDevice
 
-from megajax.interop.formats import open_stored
+from megajax.interop.weights.formats import open_stored
 
 FILE = Path(__file__).parent / "decoder_families.tar.xz"
 """Written by make_decoder_families.py."""

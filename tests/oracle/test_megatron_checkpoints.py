@@ -46,8 +46,8 @@ def reference_weights(case: str, kind: str) -> dict[str, np.ndarray]:
 
 def weights_of(folder: Path, model: OneDevice) -> dict[str, np.ndarray]:
     """Ours, by path."""
-    source = open_model(folder).weights
-    shapes = {path: shape for path, shape in source.shapes().items() if path in model.declared}
+    source = open_model(folder).foreign.weights
+    shapes = {path: shape for path, shape in source.shapes.items() if path in model.declared}
     return {path: source.read(path, tuple(slice(0, size) for size in shape)) for path, shape in shapes.items()}
 
 
@@ -58,7 +58,11 @@ def test_logits(case: str, tmp_path: Path) -> None:
     args, kind, shares = CASES[case]
     ranks = write_ranks(tmp_path / "ranks", reference_weights(case, kind), args, shares)
     sharded = write_sharded(tmp_path / "sharded", reference_weights(case, kind), args, shares)
-    model, stored, compare = OneDevice(open_model(ranks).model), load_arrays(f"numerics/{case}.npz"), Comparison(case)
+    model, stored, compare = (
+        OneDevice(open_model(ranks).foreign.model),
+        load_arrays(f"numerics/{case}.npz"),
+        Comparison(case),
+    )
     params = model.checked(weights_of(ranks, model))
     for path, array in weights_of(sharded, model).items():
         np.testing.assert_array_equal(array, params[path], err_msg=path)

@@ -8,10 +8,11 @@ import pytest
 from megatron_cases import Settings, cases, load_arrays, load_json
 from megatron_config import batch_config, schedule_config
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
-from megajax.optim.groups import Group
+from megajax.optim.groups import ParameterGroup
 from megajax.precision.config import DynamicScaleConfig
-from megajax.training.elastic.batch_sizes import BatchSizes
+from megajax.training.batch_sizes import BatchSizes
 
 TOLERANCE = 1e-6
 """Of each rate: they are computed in float32."""
@@ -44,10 +45,10 @@ def test_rates(case: str) -> None:
             np.testing.assert_allclose(rates, theirs, rtol=TOLERANCE, atol=1e-15, err_msg=f"{kind}, group {place}")
 
 
-def rates_group(settings: dict[str, Any]) -> Group:
+def rates_group(settings: dict[str, Any]) -> ParameterGroup:
     """A parameter group's own rates."""
     given = Settings({name: value for name, value in settings.items() if name != "params"})
-    group = Group(
+    group = ParameterGroup(
         lr=given.take("max_lr"),
         min_lr=given.take("min_lr"),
         lr_multiplier=given.take("lr_mult", 1.0),
@@ -62,8 +63,7 @@ def test_microbatches(case: str) -> None:
     row, kind = numbered(COUNTS)[case], case.partition("-")[0]
     batch = batch_config(kind, row)
     # Here, invalid sizes are reported before the run, and sizes may not decrease; theirs reports both during the run.
-    ramp = [] if batch.ramp is None else batch.ramp.problems()
-    problems = ramp + batch.problems() + batch.replica_problems(row["dp"])
+    problems = problems_of(batch) + batch.replica_problems(row["dp"])
     if "error" in row and "divi" not in row["error"] and "at least 1" not in row["error"]:
         # They refuse the text, or thresholds that become the same row, of which the later counts here.
         assert problems or len(batch.build(row["dp"], sequence_length=row["seq_length"]).thresholds) < len(

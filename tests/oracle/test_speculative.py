@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER as ORACLE
 
-from megajax.inference.sampling.choose import Drawing, Program, RowSampling, choose
+from megajax.inference.sampling.choose import Choosing, Drawing, RowSampling, choose
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 FILE = ORACLE.parent / "oracle3" / "speculative" / "acceptance.npz"
 if not FILE.is_file():
@@ -34,7 +34,7 @@ def chosen(probabilities: np.ndarray) -> np.ndarray:
     seeds = np.stack([np.full(rows, 3), np.repeat(np.arange(SEEDS), count)], -1).astype(np.uint32)
     ones, numbers = np.ones(rows, np.float32), np.tile(np.arange(count, dtype=np.int32), SEEDS)
     drawing = Drawing(ones, 0 * numbers, ones, 0 * ones, seeds, numbers)
-    tokens = CHOOSE(layout, size, Program.SAMPLED, 1, logits, RowSampling(drawing)).token
+    tokens = CHOOSE(layout, size, Choosing.SAMPLED, 1, logits, RowSampling(drawing)).token
     return np.asarray(tokens).reshape(SEEDS, count)
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
 from megatron_cases import Comparison, cases
 
+from megajax.inference.admission import AnswerRules
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
 from megajax.inference.device import ModelDevice
 from megajax.inference.engine import Engine
@@ -20,7 +21,7 @@ from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
 from megajax.interop.loading import load, start_engine
-from megajax.interop.origin import Origin, generation_config
+from megajax.interop.weights.origin import generation_config
 
 CHUNK = 4
 
@@ -50,7 +51,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
 
     pieces: list[Output] = []
     programs = programs_of(model, choosers(cfg.vocabulary_size), **sizes)
-    engine = Engine(ModelDevice(programs, cfg.vocabulary_size), end_tokens=())
+    engine = Engine(ModelDevice(programs, cfg.vocabulary_size), AnswerRules(end_tokens=()))
     sampling = Sampling(max_tokens=length - 1, temperature=0.0)
     for number, text in enumerate(texts):
         request = Request(identifier=str(number), prompt=(start,), sampling=sampling, deliver=pieces.append)
@@ -65,7 +66,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     compare.finish()
 
     # As `generate` and `serve` load it: the encoder reads the prompt, and the decoder begins with the folder's token.
-    origin = Origin(hf=folder)
+    origin = f"hf:{folder}"
     config: GenerationConfig = generation_config(origin, GenerationConfig).base
     settings = replace(config.inference, compute="float32", rows=2, chunk=CHUNK, length=length, block=1)
     loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)

@@ -10,7 +10,7 @@ from megatron_config import decoder_config, optimizer_config, schedule_config
 from megatron_run import OneDevice, batch_by_rule, lm_batch
 from megatron_weights import Arrays, stats, strided, tensors, to_megatron, to_ours, weight_by_rule
 
-from megajax.optim.groups import Group
+from megajax.optim.groups import ParameterGroup
 
 TOLERANCE = 1e-4
 VOCABULARY = 128
@@ -32,7 +32,7 @@ def run_model(run: dict[str, Any]) -> OneDevice:
     return OneDevice(decoder_config(config, model, vocabulary=vocabulary, positions=positions, latent=latent))
 
 
-def check_groups(compare: Comparison, run: dict[str, Any], model: OneDevice, groups: dict[str, Group]) -> None:
+def check_groups(compare: Comparison, run: dict[str, Any], model: OneDevice, groups: dict[str, ParameterGroup]) -> None:
     """Which weights decay, and the highest and lowest rate of each."""
     highest, lowest = (run["scheduler"][name] for name in ("max_lr", "min_lr"))
     rates = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.pipeline.check import InvalidSchedule, check, violations
-from megajax.pipeline.schedule import Phase, Schedule, Work, assemble, build, gpipe, one_f_one_b
+from megajax.pipeline.schedule import Phase, Schedule, StageWork, assemble, build, gpipe, one_f_one_b
 
 
 def changed(schedule: Schedule, kind: str, column: str, entries: dict[tuple[int, int], int]) -> Schedule:
@@ -48,7 +48,7 @@ TWO_CHUNKS = one_f_one_b(2, 4, 2)
 ALL_FIRST = gpipe(2, 3)
 
 
-EARLY = Work(*(np.roll(array, -2, axis=0) for array in FOUR.backward))
+EARLY = StageWork(*(np.roll(array, -2, axis=0) for array in FOUR.backward))
 """All gradients two ticks earlier, with unchanged slots (assemble refuses such ticks)."""
 EARLY_LINES = {name: np.roll(getattr(FOUR, name), -2) for name in ("head", "embed_gradient")}
 LATER = np.array(1)
@@ -76,7 +76,7 @@ MUTATIONS: dict[str, tuple[str, Schedule]] = {
     "slot outside the ring": ("form", changed(FOUR, "forward", "slot", {(0, 0): FOUR.ring_slots})),
     "microbatch that does not exist": ("form", changed(FOUR, "forward", "microbatch", {(7, 0): 8})),
     "wrong dtype": ("form", replace(FOUR, forward=FOUR.forward._replace(chunk=FOUR.forward.chunk.astype(np.int64)))),
-    "a stage too few": ("form", replace(FOUR, backward=Work(*(array[:, :3] for array in FOUR.backward)))),
+    "a stage too few": ("form", replace(FOUR, backward=StageWork(*(array[:, :3] for array in FOUR.backward)))),
     "phase that ends early": (
         "phases",
         replace(FOUR, phases=(Phase(0, 4, True, False), Phase(4, 11, True, True), FOUR.phases[2])),

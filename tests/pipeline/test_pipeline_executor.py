@@ -28,14 +28,14 @@ from tiny_runs import (
 )
 
 from megajax.batch import Grads
-from megajax.compiled.hlo import read
 from megajax.layers.stack.spans import Span
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.pipeline import executor
-from megajax.pipeline.executor import Stage, TickLoop, tick_loops
-from megajax.pipeline.layer_loop import LayerLoop
-from megajax.pipeline.schedule import Work, build
+from megajax.pipeline.executor import StageExecutor, TickLoop, tick_loops
+from megajax.pipeline.layer_forward_backward import LayerLoop, Turn
+from megajax.pipeline.schedule import StageWork, build
+from megajax.planning.compiled.hlo import read
 from megajax.training.program import Program
 
 
@@ -98,10 +98,10 @@ def test_results_do_not_depend_on_initial_buffers(case: str) -> None:
 def test_idle_backward_passes_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: idle stages that took part would add their values."""
 
-    def always(self: Stage, loop: TickLoop, kind: Work, chunk: Any, work: Any, carry: Any) -> Any:
+    def always(self: StageExecutor, loop: TickLoop, kind: StageWork, chunk: Any, work: Any, carry: Any) -> Any:
         return work(0, carry)
 
-    monkeypatch.setattr(Stage, "in_chunk", always)
+    monkeypatch.setattr(StageExecutor, "in_chunk", always)
     (filled,) = grads_of(build_program(llama("none", repeats=2), stages(2), microbatches=2), (np.nan, 1))
     assert any(np.isnan(g).any() for g in filled.grads.values())
 
@@ -248,8 +248,8 @@ def look_at(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
 def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: with inputs left in, the weights of a layer are among its saved tensors."""
 
-    def differentiated(self: LayerLoop, span: Span, row: Any, x: Any, ctx: Any) -> Any:
-        return jax.vjp(span.unit, *self._arguments(span, row), x, ctx)
+    def differentiated(self: LayerLoop, turn: Turn, row: Any, x: Any, ctx: Any) -> Any:
+        return jax.vjp(turn.span.unit, *self._arguments(turn, row), x, ctx)
 
     monkeypatch.setattr(LayerLoop, "_differentiated", differentiated)
     program = build_program(llama("selective", 4), stages(2), microbatches=8)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megajax.config.errors import ConfigError
 from megajax.pipeline.check import check, formulas, measure
-from megajax.pipeline.schedule import Schedule, Work, assemble, build, gpipe, one_f_one_b, problems
+from megajax.pipeline.schedule import Schedule, StageWork, assemble, build, gpipe, one_f_one_b, problems
 
 pytestmark = pytest.mark.smoke
 
@@ -36,7 +36,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return build(name, stages=stages, microbatches=microbatches, chunks=chunks)
 
 
-def work_at(work: Work, tick: int, stage: int) -> tuple[int, int] | None:
+def work_at(work: StageWork, tick: int, stage: int) -> tuple[int, int] | None:
     """(microbatch, chunk) of an entry, None if idle."""
     microbatch = int(work.microbatch[tick, stage])
     return None if microbatch < 0 else (microbatch, int(work.chunk[tick, stage]))

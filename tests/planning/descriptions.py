@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megajax.compiled.gpus import GPUS
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import Description
 
 TENSOR_4 = ("parallel.tensor=4", "parallel.sequence=true", "parallel.data_sharding=zero1", "model.recompute=selective",

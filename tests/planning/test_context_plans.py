@@ -9,14 +9,14 @@ import pytest
 from descriptions import llama3_8b
 from test_plan_for_devices import plan
 
-from megajax.compiled.costs import Costs
-from megajax.compiled.gpus import GIB, GPUS, MIB
-from megajax.compiled.hlo import Groups, Message, Program
 from megajax.config import load
 from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.presets.deepseek import deepseek
-from megajax.models.presets.hybrids.mamba import mamba2
+from megajax.models.presets.hybrids.mamba_models import mamba2
 from megajax.models.presets.llama import llama3
+from megajax.planning.compiled.devices import GIB, GPUS, MIB
+from megajax.planning.compiled.hlo import CompiledProgram, Groups, Message
+from megajax.planning.compiled.instruction_times import InstructionTimes
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import Traffic
@@ -152,7 +152,7 @@ def test_neighbours_of_a_part_of_an_axis_share_a_node() -> None:
     def seconds(groups: Groups) -> float:
         one = Message("all-to-all", groups, 256 * MIB, 1, 0)
         mesh = {"pipeline": 1, "data": 1, "expert": 1, "context": 8, "tensor": 2}
-        return Costs(Program({}, ""), mesh, GPUS["h100"], 8).of_message(one)
+        return InstructionTimes(CompiledProgram({}, ""), mesh, GPUS["h100"], 8).of_message(one)
 
     whole, part = Groups(("context",), 8), Groups(("context",), 2, whole=False)
     assert seconds(part) < seconds(whole) / 3

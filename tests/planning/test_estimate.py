@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from descriptions import STAGES_70B, TENSOR_4, llama3_8b
 
-from megajax.compiled.gpus import GPUS
-from megajax.compiled.links import Span, seconds
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
@@ -20,6 +18,8 @@ from megajax.models.decoder.config import PredictionConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
+from megajax.planning.compiled.devices import GPUS
+from megajax.planning.compiled.links import AxisSpan, seconds
 from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import RANGES, Estimate, estimate, kind_of, to_dict
 from megajax.planning.show import cells, plan_report
@@ -145,14 +145,14 @@ def test_groups_gather_inside_nodes_and_sum_gradients_between_them() -> None:
     parameters = whole.model.parameter_count().total
     assert (between.kind, between.count) == ("all-reduce", 1)
     assert between.bytes == pytest.approx(4 * parameters / 8, rel=1e-3)
-    assert between.seconds == seconds("all-reduce", between.bytes, Span(8, 1), H100)
+    assert between.seconds == seconds("all-reduce", between.bytes, AxisSpan(8, 1), H100)
     assert hybrid.memory == alone.memory
     assert hybrid.memory.parameters == pytest.approx(8 * estimate(whole).memory.parameters)
     zero1 = replace(groups, data_sharding="zero1", tensor=2, data=32, shards=4)
     rows = {(row.kind, row.axis): row for row in estimate(replace(whole, parallel=zero1)).traffic}
     assert rows["all-reduce", "replica"].bytes == pytest.approx(rows["reduce-scatter", "data"].bytes / 4)
     gathered = rows["all-gather", "data"]
-    assert gathered.seconds == pytest.approx(seconds("all-gather", gathered.bytes, Span(4, 4), H100))
+    assert gathered.seconds == pytest.approx(seconds("all-gather", gathered.bytes, AxisSpan(4, 4), H100))
 
 
 def test_settings_change_only_their_own_figures() -> None:

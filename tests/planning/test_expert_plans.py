@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from megajax.compiled.gpus import GPUS, Cluster
-from megajax.compiled.links import Span, seconds
 from megajax.config import load
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.expert_facts import ExpertSharding
@@ -16,6 +14,8 @@ from megajax.layers.moe.dispatch import Dispatch
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
+from megajax.planning.compiled.devices import GPUS, Cluster
+from megajax.planning.compiled.links import AxisSpan, seconds
 from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.cost.memory import footprint
@@ -160,7 +160,7 @@ def test_auto_is_never_ragged_and_the_plan_gives_the_reason() -> None:
 
 def test_rows_between_nodes_use_the_network() -> None:
     device, size = GPUS["h100"], 1e9
-    inside, across = (seconds("all-to-all", size, Span.of(n, 1, 8), device) for n in (8, 16))
+    inside, across = (seconds("all-to-all", size, AxisSpan.of(n, 1, 8), device) for n in (8, 16))
     assert inside == pytest.approx(size * 7 / 8 / (device.nvlink * device.nvlink_share), rel=0.01)
     assert across == pytest.approx(size / 2 / (device.network * device.network_share), rel=0.01)
 

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import pytest
 
-from megajax.compiled.audit import Kernel, audit
-from megajax.compiled.gpus import MIB, prepare, read_cluster
-from megajax.compiled.hlo import Collective, Contents, Place, read
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla_options import DEFAULTS, XlaConfig
+from megajax.planning.compiled.audit import CompiledKernel, audit
+from megajax.planning.compiled.devices import MIB, prepare, read_cluster
+from megajax.planning.compiled.hlo import Collective, Contents, LoopNest, read
 from megajax.planning.train_step import compile_train_step
+from megajax.processes.xla_options import DEFAULTS, XlaConfig
 from megajax.training import check_compiler_options as compiler_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -40,11 +40,11 @@ class Compiled:
     """Bytes of the gradient of learned positions on one device, 0 without them."""
     forwards: int
     """Runs of a layer's forward pass, per step and device."""
-    moved: tuple[Kernel, ...] = ()
+    moved: tuple[CompiledKernel, ...] = ()
     """Kernels without arithmetic that write at least a mebibyte at once, in programs for GPUs."""
-    products: tuple[Kernel, ...] = ()
+    products: tuple[CompiledKernel, ...] = ()
     """Kernels that multiply matrices into float32 arrays."""
-    attention: tuple[Kernel, ...] = ()
+    attention: tuple[CompiledKernel, ...] = ()
     """Those of cuDNN."""
 
 
@@ -90,7 +90,7 @@ def over(axis: str, found: Contents) -> list[Collective]:
     return [op for op in found.collectives if axis in op.groups.axes]
 
 
-def permuting(found: Contents) -> list[Place]:
+def permuting(found: Contents) -> list[LoopNest]:
     """Loops with a transfer to the next or the previous stage, counted once each."""
     return [op.place for op in found.collectives if op.kind == "collective-permute" and op.place.path]
 

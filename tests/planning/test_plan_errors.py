@@ -34,10 +34,10 @@ REFUSED = [
     ("debug on 8", "--stages=4", "--stages needs --schedule, not --config"),
     ("debug on 8", "--context=8", "--context: needs --serve"),
     ("serve", "--config=bert.py", "does not generate text"),
-    ("serve", "--config=llama3.py --context=0", "--context must be at least 1 token"),
+    ("serve", "--config=llama3.py --context=0", "--context: must be at least 1, got 0"),
     ("70B", "--devices=h300:8", "any other one: --formula --device-file=FILE"),
     ("70B", "--devices=h100:32768", "32,768 devices asked for, plans are made for at most 16,384"),
-    ("70B", "--devices=h100:128 --network=0", "--network: must be above 0 GB/s"),
+    ("70B", "--devices=h100:128 --network=0", "--network: must be above 0, got 0"),
     ("70B", "--devices=h100:128 --calibration=nowhere.json", "nowhere.json can't be read"),
     ("70B", "--devices=h100:128 --parallel.tensor=3", "parallel.tensor"),
     ("search", "--parallel.tensor=3", "no layout of 64 devices has tensor=3"),
@@ -47,7 +47,7 @@ REFUSED = [
     ("search", "--parallel.tensr=8", "did you mean parallel.tensor"),
     ("search", "--out=best.py", "must end in .yaml"),
     ("search", "--out=nowhere/best.yaml", "there is no folder nowhere"),
-    ("search", "--compile=-1", "--compile must be 0 or more"),
+    ("search", "--compile=-1", "--compile: must be at least 0, got -1"),
     ("search", "--sweep=devices:64", "cannot be combined with --search"),
     ("70B on 64", "--formula --out=x.yaml", "needs --search"),
     ("70B on 64", "--formula --compile=1", "needs --search"),
@@ -64,6 +64,19 @@ REFUSED = [
     ("70B on 64", "--compare=--parallel.tensr=2", "did you mean parallel.tensor"),
     ("70B on 64", "--compare=--parallel.tensor=3", "parallel.tensor"),
 ]
+
+
+def test_without_the_compiler_the_plan_is_by_formula_and_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megajax.planning.compiled.devices.missing_packages", lambda: ["cuDNN"])
+    how = "needs cuDNN. Install {}: uv sync --extra aot --inexact, or pip install 'megajax[aot]'"
+    for more, noted in ([], True), (["--search"], True), (["--search", "--compile=0"], False), (["--formula"], False):
+        assert main([*GIVEN["debug on 8"], *more]) == 0
+        printed = capsys.readouterr().out
+        assert (how.format("them") in printed) == noted and "formula" in printed
+    with pytest.raises(UserError, match=r"needs cuDNN\. Install the extra aot: uv sync --extra aot --inexact"):
+        main([*GIVEN["debug on 8"], "--audit"])  # a compiler alone can answer
 
 
 @pytest.mark.parametrize(("given", "more", "message"), REFUSED)

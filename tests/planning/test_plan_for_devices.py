@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tiny_runs import ONE, build_program, llama
 
-from megajax.compiled.gpus import GPUS, prepare, read_cluster
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.plan import main
+from megajax.planning.compiled.devices import GPUS, prepare, read_cluster
 from megajax.planning.train_step import compile_train_step, kernel_device, with_kernels
 from megajax.training.program import demand_kernels
 
@@ -38,7 +38,7 @@ def test_without_the_compiler_the_message_names_the_extra(monkeypatch: pytest.Mo
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [WithoutThePlugin, *sys.meta_path])
     with pytest.raises(UserError) as caught:
-        main([DEBUG, "--devices=h100:8"])
+        main([DEBUG, "--devices=h100:8", "--audit"])
     assert "uv sync --extra aot" in str(caught.value) and "pip install 'megajax[aot]'" in str(caught.value)
 
 

@@ -10,16 +10,16 @@ import pytest
 from flax import nnx
 from tiny_runs import ONE, TheseRows, build_program, gpt, llama
 
-from megajax.compiled.gpus import read_cluster
 from megajax.config.errors import UserError
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.distilled.config import with_teacher
 from megajax.models.facts import count_flops
+from megajax.planning.compiled.devices import read_cluster
 from megajax.planning.cost.estimate import Case, Estimate, to_dict
-from megajax.planning.ranking import Cache, find_best
+from megajax.planning.ranking import CompiledFigures, find_best
 from megajax.planning.search import Task
 from tests.models.test_encoders import bert, t5
 from tests.models.test_section_facts import IMAGES
@@ -106,9 +106,9 @@ def test_a_teacher_has_a_forward_pass_alone() -> None:
 def test_a_search_proposes_no_pipeline_of_several_sections() -> None:
     task = Task(case(t5(), ParallelConfig(), 8))
     assert {pipeline for _, pipeline in task.groups()} == {1}
-    assert find_best(task, Cache(), 0, lambda case: {}).best.pipeline == 1
+    assert find_best(task, CompiledFigures(), 0, lambda case: {}).best.pipeline == 1
     with pytest.raises(UserError, match=r"parallel.pipeline: the model has several sections \(encoder, stack\)"):
-        find_best(replace(task, fixed={"pipeline": 2}), Cache(), 0, lambda case: {})
+        find_best(replace(task, fixed={"pipeline": 2}), CompiledFigures(), 0, lambda case: {})
 
 
 def test_rows_of_every_section_are_sharded_along_the_sequence() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from megajax.compiled.gpus import GPUS, Cluster
-from megajax.compiled.hlo import Contents
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.plan import main
+from megajax.planning.compiled.devices import GPUS, Cluster
+from megajax.planning.compiled.hlo import Contents
 from megajax.planning.train_step import Memory, TrainPlan, kernel_device, report, with_kernels
 from megajax.training.program import demand_kernels
 from tests.docs.blocks import ROOT, blocks

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from descriptions import TENSOR_4
 
-from megajax.compiled.audit import Audit, Kernel, audit
-from megajax.compiled.gpus import prepare, read_cluster
-from megajax.compiled.hlo import arrays
 from megajax.config import load
 from megajax.models.decoder.config import DecoderConfig
+from megajax.planning.compiled.audit import Audit, CompiledKernel, audit
+from megajax.planning.compiled.devices import prepare, read_cluster
+from megajax.planning.compiled.hlo import arrays
 from megajax.planning.train_step import TrainPlan, compile_train_step
 
 MIB = 2**20
@@ -55,13 +55,13 @@ class Case:
         """Of one layer and direction, per step."""
         return self.model.stack.layers() * self.plan.microbatches
 
-    def in_layers(self) -> list[Kernel]:
+    def in_layers(self) -> list[CompiledKernel]:
         """Kernels in the loops over layers: those loops that contain attention."""
         loops = {op.place.path for op in self.found.kernels if op.work == "attention"}
         assert len(loops) == 2  # forward and backward
         return [op for op in self.found.kernels if op.place.path in loops]
 
-    def in_microbatches(self) -> list[Kernel]:
+    def in_microbatches(self) -> list[CompiledKernel]:
         """Kernels that run once a microbatch, outside of inner loops."""
         return [op for op in self.found.kernels if len(op.place.path) == 1]
 
@@ -91,7 +91,7 @@ def planned(config: str, *settings: str) -> TrainPlan:
         return compile_train_step(cfg, cluster)
 
 
-def calls(case: Case) -> list[Kernel]:
+def calls(case: Case) -> list[CompiledKernel]:
     """Of cuDNN's attention."""
     return [op for op in case.found.kernels if "fmha" in (op.target or "")]
 
@@ -141,7 +141,7 @@ def test_layers_write_only_these_float32_activations(case: Case) -> None:
     """Gradients of weights are float32 as well; the leading dimensions of activations are tokens."""
     tokens = {case.tokens, case.residual // case.model.hidden}
 
-    def wide(op: Kernel) -> list[tuple[int, ...]]:
+    def wide(op: CompiledKernel) -> list[tuple[int, ...]]:
         shapes = [tuple(map(int, text.split(","))) for text in re.findall(r"f32\[([\d,]+)\]", op.shape)]
         return [
             shape

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from descriptions import STAGES_70B
 
-from megajax.compiled.audit import largest_arrays
-from megajax.compiled.gpus import GIB, GPUS, Cluster
 from megajax.config import load
 from megajax.plan import main
 from megajax.planning.choice import changes, settings
+from megajax.planning.compiled.audit import largest_arrays
+from megajax.planning.compiled.devices import GIB, GPUS, Cluster
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.ranking import advice, cheapest

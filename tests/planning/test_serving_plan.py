@@ -8,19 +8,19 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from megajax.command_line.parser import parse
-from megajax.compiled.gpus import GIB, GPUS
 from megajax.config import load
+from megajax.config.config_files import Source
 from megajax.config.errors import UserError
-from megajax.config.files import Source
 from megajax.inference.loaded_model import CacheSize, LoadedModel
-from megajax.inference.server.config import ServingConfig
 from megajax.layers.param import specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.plan import main
+from megajax.planning.compiled.devices import GIB, GPUS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.serving import CACHE_SHARE, Serving, by_preference, servings
+from megajax.server.config import ServingConfig
 
 SIZE = CacheSize(blocks=2, block=16, slots=3)
 

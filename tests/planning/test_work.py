@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from descriptions import STAGES_70B, STAGES_405B, TENSOR_4, llama3_8b
 
-from megajax.compiled.gpus import GPUS
 from megajax.config import load
 from megajax.layers.block.config import mixer_facts
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
@@ -14,6 +13,7 @@ from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import MEGAJAX, Description, System, describe
 from megajax.planning.cost.device_work import (
     Work,

@@ -16,9 +16,9 @@ from megajax.layers.param import Matrix, Normal, param
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.precision.block_recipes import fp8_blocks, mxfp8, nvfp4
-from megajax.precision.blocks import HADAMARD, Format, dequantize, hadamard, quantize
+from megajax.precision.blocks import HADAMARD, BlockFormat, dequantize, hadamard, quantize
 from megajax.precision.config import (
     Fp8BlocksConfig,
     Fp8CurrentConfig,
@@ -28,8 +28,7 @@ from megajax.precision.config import (
     Nvfp4Config,
 )
 from megajax.precision.fp8 import PerTensor
-from megajax.precision.groups import Groups
-from megajax.precision.matmul import Recipe, RoundedMatmul, terms
+from megajax.precision.matmul import Recipe, RoundedMatmul, RowGroups, terms
 from megajax.precision.recipes import RECIPES, kernel_of, recipe_of
 from megajax.precision.stored_blocks import TILES
 
@@ -49,7 +48,7 @@ def draw(shape: tuple[int, ...], seed: int, spread: int = 8) -> np.ndarray:
     return (rng.normal(size=shape) * np.exp2(rng.integers(-spread, spread, shape))).astype(np.float32)
 
 
-def wide(x: np.ndarray, form: Format, *, tiles: bool = False) -> np.ndarray:
+def wide(x: np.ndarray, form: BlockFormat, *, tiles: bool = False) -> np.ndarray:
     """The numbers that the rows of x [N, K] become, float64, one block at a time with numpy's casts."""
     out, largest = np.zeros(x.shape), np.float32(form.largest)
     height, whole = form.size if tiles else 1, np.float32(1)
@@ -79,7 +78,7 @@ def wide(x: np.ndarray, form: Format, *, tiles: bool = False) -> np.ndarray:
 @pytest.mark.parametrize("rounding", ["floor", "ceil", "even", "up"])
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_scales_by_each_rounding(rounding: Any, element: Any) -> None:
-    form, x = Format(element, 32, "power_of_two", rounding), draw((16, 64), 0)
+    form, x = BlockFormat(element, 32, "power_of_two", rounding), draw((16, 64), 0)
     x[0, :32] = np.float32([1, -1.75, 0, 2**-20] * 8)
     x[1, :32] = np.float32(1.875 + 2**-10)
     actual = dequantize(jax.jit(partial(quantize, form=form))(x), form, jnp.dtype(jnp.float32))
@@ -110,7 +109,7 @@ def test_a_nan_of_a_large_array_is_in_its_scale() -> None:
     """Maxima of floats drop it on CPUs, in tiles and in arrays of thousands of numbers."""
     x = draw((128, 256), 3)
     x[64, 40] = np.nan
-    for form, tiles in ((Format("e2m1", 16, "nvfp4"), True), (Format("e4m3", 32), False), (TILES, True)):
+    for form, tiles in ((BlockFormat("e2m1", 16, "nvfp4"), True), (BlockFormat("e4m3", 32), False), (TILES, True)):
         scales = np.asarray(jax.jit(partial(quantize, form=form, tiles=tiles))(x).scales, np.float32)
         place = 64 // (form.size if tiles else 1), 40 // form.size
         assert np.isnan(scales[place]) and np.isnan(scales).sum() == (scales.size if form.scales == "nvfp4" else 1)
@@ -127,13 +126,13 @@ def test_scales_at_the_ends_of_formats() -> None:
         "even": [119, 119, 119, 120, 127, 127, 0, 246],
     }
     for rounding, expected in exponents.items():
-        form: Any = Format("e4m3", 32, "power_of_two", rounding)
+        form: Any = BlockFormat("e4m3", 32, "power_of_two", rounding)
         scales = np.asarray(jax.jit(partial(quantize, form=form))(x).scales)
         np.testing.assert_array_equal(scales.view(np.uint8)[:, 0], expected, err_msg=rounding)
     for amax, whole, first in ((2688.0, 1.0, 6.0), (1e-34, 1.0, 0.0), (1e-30, np.float32(1e-30) / 2688, 6.0)):
         tiny = np.zeros((2, 16), np.float32)
         tiny[0, 0] = amax
-        blocks = jax.jit(partial(quantize, form=Format("e2m1", 16, "nvfp4")))(tiny)
+        blocks = jax.jit(partial(quantize, form=BlockFormat("e2m1", 16, "nvfp4")))(tiny)
         assert blocks.whole == np.float32(whole)
         np.testing.assert_array_equal(np.asarray(blocks.codes, np.float32), [[first] + [0] * 15, [0] * 16])
 
@@ -146,7 +145,7 @@ def test_what_is_not_finite_stays_visible_and_zeros_stay_zeros(name: str) -> Non
     @jax.jit
     def numbers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         dense = recipe.operand("x", x, letters.first, letters, None).wide(jnp.dtype(jnp.float32))
-        return dense, recipe.grouped_operand("x", x, Groups.of(jnp.int32([1, 1]), 2), None).wide()
+        return dense, recipe.grouped_operand("x", x, RowGroups.of(jnp.int32([1, 1]), 2), None).wide()
 
     for value in (np.nan, np.inf, -np.inf):
         x = np.ones((2, 256), np.float32)
@@ -193,16 +192,16 @@ def test_ends_of_the_range_are_those_of_torchao(element: Any) -> None:
     for row, (value, _) in zip(x, ENDS.values(), strict=True):
         row[:] = value if abs(value) < 1.5 else 0.875 if abs(value) < 2 else 1.0
         row[0] = value
-    blocks = jax.jit(partial(quantize, form=Format(element, 32)))(x)
+    blocks = jax.jit(partial(quantize, form=BlockFormat(element, 32)))(x)
     codes, scales = (np.asarray(array).view(np.uint8) for array in blocks[:2])
     actual = [(int(scale[0]), int(code[0]), int(code[1])) for scale, code in zip(scales, codes, strict=True)]
     assert dict(zip(ENDS, actual, strict=True)) == {name: bits[element] for name, (_, bits) in ENDS.items()}
-    nan = jax.jit(partial(quantize, form=Format(element, 32)))(np.float32([[np.nan] + 31 * [1]]))
+    nan = jax.jit(partial(quantize, form=BlockFormat(element, 32)))(np.float32([[np.nan] + 31 * [1]]))
     assert np.asarray(nan.scales).view(np.uint8) == 255 and np.isnan(np.asarray(nan.codes, np.float32)[0, 0])
 
 
 def test_stochastic_rounding_keeps_the_mean_and_takes_neighbours() -> None:
-    form = Format("e2m1", 16, "nvfp4")
+    form = BlockFormat("e2m1", 16, "nvfp4")
     rows = np.tile(
         np.float32([6, 0.3, -0.3, 0.9, 1.2, -2.4, 3.2, 5.5, 0.05, 1.74, 2.9, -4.6, 0, 0.5, 4, -6]), (40_000, 1)
     )

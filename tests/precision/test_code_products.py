@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu
 from test_blocks import draw, two_layers
 from test_grouped_recipes import trained
 
-from megajax.kernels.attention.capability import Device
-from megajax.kernels.grouped import codes, scaled
+from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.grouped import blackwell_block_scaled, codes
 from megajax.kernels.grouped.capability import CODES, GroupedSizes
 from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, reference_matrices, reference_rows
 from megajax.mesh.config import ParallelConfig
@@ -28,7 +28,11 @@ from megajax.precision.matmul import RoundedMatmul
 from megajax.precision.recipes import recipe_of
 
 KERNEL = CodeProducts(partial(codes.rows, programs=1), partial(codes.matrices, programs=1))
-SCALED = CodeProducts(partial(scaled.rows, programs=1), partial(scaled.matrices, programs=1), "scaled")
+SCALED = CodeProducts(
+    partial(blackwell_block_scaled.rows, programs=1),
+    partial(blackwell_block_scaled.matrices, programs=1),
+    "blackwell_block_scaled",
+)
 CAREFUL = mosaic_gpu.InterpretGPUParams(detect_races=True)
 DELAYED = Fp8DelayedConfig()
 RECIPES: dict[str, Any] = {
@@ -133,7 +137,7 @@ def of_experts(recipe: Any, sizes: Array, dy: Array, *inputs: Array) -> tuple[Ar
     return y, *pull(dy)
 
 
-OF_BLACKWELL = PLAIN._replace(kernel="scaled")
+OF_BLACKWELL = PLAIN._replace(kernel="blackwell_block_scaled")
 PLAINLY = PLAIN, OF_BLACKWELL
 
 
@@ -213,22 +217,26 @@ def test_devices_multiply_the_codes_of_their_parts() -> None:
 
 
 def test_hopper_and_blackwell_have_a_kernel() -> None:
-    h100, sizes = Device(name="H100", capability=(9, 0)), GroupedSizes(4096, 8, 2048, 768)
+    h100, sizes = KernelDevice(name="H100", capability=(9, 0)), GroupedSizes(4096, 8, 2048, 768)
     assert CODES["codes"].refusal(None, h100, sizes) is None
     assert CODES["codes"].refusal(None, h100, sizes._replace(outer=704)) == (
         "takes matrices with sides of multiples of 128, not 2048 x 704"
     )
     assert code_products((9, 0)) == CodeProducts(codes.rows, codes.matrices, "codes")
-    assert code_products((10, 0)) == code_products((10, 3)) == CodeProducts(scaled.rows, scaled.matrices, "scaled")
+    assert (
+        code_products((10, 0))
+        == code_products((10, 3))
+        == CodeProducts(blackwell_block_scaled.rows, blackwell_block_scaled.matrices, "blackwell_block_scaled")
+    )
     for capability in ((), (8, 9), (12, 0)):
         assert code_products(capability) is None
         for backend in CODES.values():
-            assert "compute capability" in str(backend.refusal(None, Device(name="other", capability=capability)))
+            assert "compute capability" in str(backend.refusal(None, KernelDevice(name="other", capability=capability)))
 
 
 def test_a_recipe_without_kernels_multiplies_what_it_rounded() -> None:
     b200: Any = SimpleNamespace(platform="cuda", device_kind="NVIDIA B200", compute_capability="10.0")
-    kernel = PLAIN._replace(kernel="scaled")
+    kernel = PLAIN._replace(kernel="blackwell_block_scaled")
     for cfg in (Mxfp8Config(), Nvfp4Config(), Fp8BlocksConfig(), Fp8CurrentConfig(), DELAYED):
         assert recipe_of(cfg, b200, 1.0, kernel).codes == kernel
         plain: Any = recipe_of(replace(cfg, kernel="reference"), b200, 1.0, kernel)

@@ -15,7 +15,7 @@ from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layer_observations import accumulated
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.models.presets.llama import llama3
 from megajax.precision.config import Fp8CurrentConfig, Fp8DelayedConfig, PrecisionConfig
 from megajax.precision.fp8 import STARTS, AmaxHistory, PerTensor, quantize, refuse_old
@@ -251,7 +251,7 @@ REFUSED = {
         ["--precision.matmul.first_layers=3", "--precision.matmul.last_layers=1"],
         "first_layers=3 and last_layers=1 leave none of the 4 layers to it",
     ),
-    "no ends": (["--precision.matmul.last_layers=-1"], "precision.matmul.last_layers: must not be negative, got -1"),
+    "no ends": (["--precision.matmul.last_layers=-1"], "precision.matmul.last_layers: must be at least 0, got -1"),
     "dtype": (["--precision.compute=float32"], "precision.matmul: needs compute=bfloat16, got float32"),
     "format": (["--precision.matmul.format=e3m4"], "precision.matmul.format: expected one of hybrid, e4m3, got 'e3m4'"),
     "tokens": (

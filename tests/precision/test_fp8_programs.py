@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from megajax.compiled.gpus import read_cluster, virtual_devices
-from megajax.compiled.hlo import Collective, Contents, Program
 from megajax.config import load
 from megajax.layers.quantized import Quantized, form_of
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla_options import GPU, INFERENCE
+from megajax.planning.compiled.devices import read_cluster, virtual_devices
+from megajax.planning.compiled.hlo import Collective, CompiledProgram, Contents
 from megajax.planning.train_step import TrainPlan, compile_train_step
 from megajax.precision.config import (
     Fp8BlocksConfig,
@@ -31,6 +30,7 @@ from megajax.precision.config import (
     Nvfp4Config,
     PrecisionConfig,
 )
+from megajax.processes.xla_options import GPU, INFERENCE
 from megajax.training.run_config import RunConfig
 
 LLAMA, GPT = 7, 6
@@ -77,7 +77,7 @@ def text_alone(gpus: str, fp8: MatmulConfig, parallel: ParallelConfig) -> str:
 def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
     """(formats of both operands, precision) -> matmuls in the program."""
     actual = Counter()
-    for computation in Program.read(plan.text).computations.values():
+    for computation in CompiledProgram.read(plan.text).computations.values():
         for op in computation.values():
             if op.target == "__cublas$lt$matmul$f8":
                 formats = [computation[name].shape.partition("[")[0] for name in op.operands[:2]]
@@ -93,7 +93,7 @@ def uncast_products(text: str) -> list[str]:
     """Results of the matmuls that are not in 8 bits; attention is a kernel and not among them."""
     return [
         op.shape
-        for computation in Program.read(text).computations.values()
+        for computation in CompiledProgram.read(text).computations.values()
         for op in computation.values()
         if op.opcode == "dot" or re.match(r"__cublas(?!\$lt\$matmul\$f8)", op.target or "")
     ]
@@ -115,7 +115,7 @@ def test_blocks_are_multiplied_by_blackwell_on_layouts(recipe: MatmulConfig, par
 
 def assert_products(target: str, text: str) -> None:
     """All products of layers and no other call. A loop may be split, and a pipeline has phases."""
-    programs = Program.read(text).computations.values()
+    programs = CompiledProgram.read(text).computations.values()
     targets = Counter(op.target for computation in programs for op in computation.values())
     assert targets[target] >= 3 * LLAMA and targets[target] % LLAMA == 0, targets
 

@@ -29,7 +29,7 @@ from megajax.precision.config import (
     Mxfp8Config,
     Nvfp4Config,
 )
-from megajax.training.guarded.step import StepControl
+from megajax.training.limits.step import StepControl
 from megajax.training.state import TrainState
 from megajax.training.step_report import GuardLimits
 

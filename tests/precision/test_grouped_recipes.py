@@ -23,7 +23,7 @@ from megajax.layers.param import LayerSettings, Observation, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 from megajax.precision.block_recipes import fp8_blocks, mxfp8, nvfp4
 from megajax.precision.config import (
     Fp8BlocksConfig,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, build_program, llama
 
+from megajax.config.compose import problems_of
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, PrecisionConfig
 from megajax.precision.loss_scale import DynamicScale, in_range
 
@@ -54,7 +55,7 @@ def test_float16_has_a_dynamic_scale_by_default():
     ],
 )
 def test_invalid_scales_are_refused(config, setting):
-    assert [problem.setting for problem in config.problems()] == [setting]
+    assert [problem.setting for problem in problems_of(config)] == [setting]
 
 
 def test_scales_are_for_gradients_of_a_mean():

@@ -11,7 +11,7 @@ import pytest
 
 from megajax.layers.quantized import Quantized, form_of
 from megajax.precision.blocks import dequantize, quantize
-from megajax.precision.quantization import Channels, Groups, largest, pack, rounded, unpack
+from megajax.precision.quantization import Channels, GroupedCodes, largest, pack, rounded, unpack
 from megajax.precision.stored_blocks import FORMATS
 
 EQUATIONS = {
@@ -49,7 +49,7 @@ def test_a_channel_is_off_by_at_most_half_a_step(dtype: str) -> None:
 
 
 def test_a_group_is_off_by_at_most_half_a_step() -> None:
-    w, form = draw(3, 2, 16, 5), Groups(4, inputs=2, outputs=1)
+    w, form = draw(3, 2, 16, 5), GroupedCodes(4, inputs=2, outputs=1)
     values, scale = form.quantized(jnp.asarray(w))
     assert values.shape == (3, 2, 8, 5)
     assert values.dtype == jnp.uint8

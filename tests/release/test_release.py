@@ -42,7 +42,7 @@ def test_the_wheel_holds_the_package_alone_and_finds_its_configs(tmp_path: Path)
     shipped = {f"megajax/configs/{file.name}" for file in (ROOT / "configs").glob("*.py")}
     assert shipped and {f"{folder}/METADATA", f"{folder}/licenses/LICENSE", *shipped} <= {*names}
     assert not [name for name in names if re.search(r"__pycache__|\.pyc$|/tests?/", name)]
-    code = "from megajax.config import load; from megajax.config.files import SHIPPED; load('gpt3.py'); print(SHIPPED)"
+    code = "from megajax.config import config_files, load; load('gpt3.py'); print(config_files.SHIPPED)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     (empty := tmp_path / "empty").mkdir()
     command = [sys.executable, "-c", code]

@@ -4,15 +4,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megajax.faults.attempt_end import record_failure
 from megajax.metrics.event_log import Clock
 from megajax.metrics.line_file import FileDeleted
 from megajax.metrics.record import EvaluationRecord, StepRecord
-from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.run_folder import RunFolder
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.writers import EventsWriter, JsonlWriter
 from megajax.reporting.attempts import attempts
@@ -33,16 +35,22 @@ class FakeRun:
     """Seconds before `start`."""
     skew: float = 0.0
     """Error of the wall clock, in seconds."""
+    number: int = 0
+    """Number of the last attempt."""
     boot: str = "b0071d00"
     """ID of the machine's boot; "" for lines without a monotonic clock."""
+    restarted: bool = False
+    """Whether the launcher has begun the next attempt."""
     writers: list = field(default_factory=list)
 
     def attempt(
         self, first: int, last: int, *, losses: dict[int, float] | None = None, save: int | None = None
     ) -> None:
         """Run steps first+1 .. last; save and evaluate every `save` steps."""
-        events = EventsWriter(self.folder.events, clock=self.clock())
-        metrics = JsonlWriter(self.folder.metrics, start_step=first)
+        number = self.number = self.number + (not self.restarted)
+        self.restarted = False
+        events = EventsWriter(self.folder.events, attempt=number, clock=self.clock())
+        metrics = JsonlWriter(self.folder.metrics, start_step=first, attempt=number, clock=self.clock())
         self.writers += [events, metrics]
         if metrics.superseded:
             events.event("metrics_superseded", start_step=first, lines=metrics.superseded)
@@ -86,8 +94,20 @@ class FakeRun:
 
     def by_other(self, name: str, /, *, clock: Clock | None = None, **fields: object) -> None:
         """Write an event of another process or the launcher."""
-        with EventsWriter(self.folder.events, clock=clock or self.clock()) as writer:
+        if name == "restart":
+            self.number, self.restarted = self.number + 1, True
+            fields["attempt"] = self.number
+        with EventsWriter(self.folder.events, attempt=self.number, clock=clock or self.clock()) as writer:
             writer.event(name, **fields)
+
+    def fails(self, name: str, /, *, clock: Clock | None = None, **fields: object) -> None:
+        """Write the event of a process that fails, and the end of the attempt by it."""
+        record_failure(partial(self.by_other, clock=clock), name, several=self.processes > 1, **fields)
+
+    def ended(self, code: int, cause: str, text: str, **fields: object) -> None:
+        """Record the end of the last attempt."""
+        unknown = {"process": None, "step": None, "by": "process"}
+        self.by_other("attempt_end", code=code, cause=cause, text=text, **(unknown | fields))
 
     def event(self, name: str, /, **fields: object) -> None:
         """Write an event of the last attempt."""

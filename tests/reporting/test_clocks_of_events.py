@@ -25,7 +25,7 @@ def killed_and_resumed(run, jump: float, *, inside: bool, boot: str) -> dict[str
     run.skew += jump if inside else 0.0
     run.event("evaluate", step=15, split="validation", seconds=0.0)
     run.now += 3.0
-    run.by_other("lost", process=0, cause="killed by SIGKILL", step=15)
+    run.fails("lost", process=0, cause="killed by SIGKILL", step=15)
     history = read_history(run.folder.path)
     shares = time_by_cause(history, runs := attempts(history))
     assert all(share.seconds >= 0 for share in shares) and sum(share.part for share in shares) == pytest.approx(1.0)
@@ -57,8 +57,8 @@ def test_processes_on_machines_with_other_clocks(fake_run: Callable) -> None:
         run.now += 20.0
         run.by_other("straggler", clock=other_clock, process=1, phase="data_wait", factor=2.0, since_step=10)
         run.now += 20.0
-        run.by_other("hang", clock=other_clock, process=1, phase="data_wait", step=11, seconds=40.0)
-        run.by_other("lost", process=1, cause="hung", step=11)
+        run.fails("hang", clock=other_clock, process=1, phase="data_wait", step=11, seconds=40.0)
+        run.fails("lost", process=1, cause="hung", step=11)
         (attempt,) = attempts(read_history(run.folder.path))
         assert attempt.progress <= attempt.end and attempt.seconds <= 10 + 10 * 0.5 + 40.0
         assert attempt.ending.startswith("hang: process 1 in data wait of step 11")
@@ -68,6 +68,7 @@ def test_a_run_that_resumes_on_another_machine(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 10, save=10)
     run.event("end", step=10)
+    run.ended(0, "done", "done", step=10)
     run.now += 100.0
     run.boot = "0the2000"
     run.attempt(10, 20)
@@ -88,10 +89,10 @@ def test_lines_with_invalid_times_or_numbers_beyond_float64_are_skipped(fake_run
         file.write('{"step": 1' + "0" * 30 + ', "loss": 1.0}\n{"step": -4, "loss": 1.0}\n')
         file.write('{"step": 7, "loss": 1' + "0" * 5000 + "}\n" + "[" * 100_000 + "\n")
     history = read_history(run.folder.path)
-    assert {"events.jsonl: 7 incomplete lines skipped", "metrics.jsonl: 5 incomplete lines skipped"} <= {
+    assert {"events.jsonl: 8 incomplete lines skipped", "metrics.jsonl: 5 incomplete lines skipped"} <= {
         *history.faults
     }
-    assert (history.events[-1].name, history.events[-1].step) == ("b", None) and len(attempts(history)) == 1
+    assert history.events[-1].name == "compiled" and len(attempts(history)) == 1
     assert list(history.steps.step) == [1, 2, 3, 4, 5]
     assert math.isfinite(sum(share.seconds for share in time_by_cause(history, attempts(history))))
 

@@ -62,6 +62,7 @@ def eventful(fake_run: Callable) -> Path:
     run.attempt(15, 40, save=10)
     run.event("update_skipped", step=33, reason="<script>alert(1)</script>")
     run.event("end", step=40)
+    run.ended(0, "done", "done", step=40)
     return run.folder.path
 
 

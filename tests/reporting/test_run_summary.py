@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
+from megajax.faults.attempt_end import stopped_end
 from megajax.metrics.record import EvaluationRecord
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
@@ -26,6 +27,7 @@ def test_a_run_of_five_steps(fake_run: Callable) -> None:
     run.config(5)
     run.attempt(0, 5)
     run.event("end", step=5)
+    run.ended(0, "done", "done", step=5)
     summary = run.summary()
     assert (summary.verdict, summary.status) == ("step 5 of 5: done; exit code 0", "good")
     figures = {name: value for name, value, _ in summary.figures}
@@ -53,6 +55,7 @@ def test_events_give_the_last_step_if_metrics_are_lost(fake_run: Callable) -> No
     run.config(5)
     run.attempt(0, 5)
     run.event("end", step=5)
+    run.ended(0, "done", "done", step=5)
     assert run.summary().faults == ()
     run.folder.metrics.write_text("")
     summary = run.summary()
@@ -66,11 +69,13 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
     run.attempt(0, 12, save=5)
     run.event("stopped", step=12, saved=12, reason="SIGTERM")
     run.event("end", step=12)
+    run.event("attempt_end", **stopped_end(12, 12, "SIGTERM", 0))
     run.now += 60.0
     run.attempt(12, 19)  # killed without an event, last saved at 12
     run.now += 30.0
     run.attempt(12, 30, save=5)
     run.event("end", step=30)
+    run.ended(0, "done", "done", step=30)
     history = read_history(run.folder.path)
     runs = attempts(history)
     assert [(a.first_step, a.last_step, a.rerun_steps, a.exit_code) for a in runs] == [
@@ -112,6 +117,7 @@ def test_numeric_faults_end_with_their_code(fake_run: Callable) -> None:
     run.attempt(0, 8, losses={7: math.inf, 8: math.nan})
     run.event("persistent_fault", step=8, why="loss (nan)", made=False)
     run.event("numeric_fault", message="step 8: loss (nan) is not finite")
+    run.ended(17, "numeric_fault", "step 8: loss (nan) is not finite")
     summary = run.summary()
     assert summary.verdict == "step 8 of 20: loss (nan) is not finite; exit code 17" and summary.status == "bad"
     assert dict(rows(summary, "The run"))["non-finite losses"] == "2: step 7 (inf), step 8 (nan)"

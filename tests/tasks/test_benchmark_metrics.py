@@ -9,9 +9,10 @@ import pytest
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.language_benchmarks.config import SquadConfig
-from megajax.data.language_benchmarks.squad import Paragraph, Question, Window, paragraph_windows
+from megajax.data.language_benchmarks.squad import Paragraph, ParagraphWindow, SquadQuestion, paragraph_windows
 from megajax.tasks.benchmarks import as_table
 from megajax.tasks.config import KINDS, GlueTaskConfig, SquadTaskConfig
 from megajax.tasks.squad import Squad, best_answers, evaluation, most_context, normalized
@@ -58,9 +59,9 @@ def test_answers_are_compared_without_case_articles_and_punctuation():
     assert (word_f1("", ""), word_f1("", "", "1.1"), word_f1("", "cat"), word_f1("the", "")) == (1, 0, 0, 1)
 
 
-def asked(identifier: str, *answers: str) -> Question:
+def asked(identifier: str, *answers: str) -> SquadQuestion:
     paragraph = Paragraph("", np.zeros(0, np.int32), np.zeros((0, 2), np.int64))
-    return Question("", identifier, np.zeros(1, np.int32), paragraph, tuple((answer, 0) for answer in answers))
+    return SquadQuestion("", identifier, np.zeros(1, np.int32), paragraph, tuple((answer, 0) for answer in answers))
 
 
 def test_evaluation_of_version_2_by_hand():
@@ -82,11 +83,11 @@ def test_evaluation_of_version_1_takes_the_best_of_the_answers():
     assert figures["f1"].value == pytest.approx(100 * (0 + 2 * 2 / 5) / 2)
 
 
-def paragraph_of(word_count: int) -> Question:
+def paragraph_of(word_count: int) -> SquadQuestion:
     text = " ".join(f"w{number}" for number in range(word_count))
     starts = [text.index(f"w{number}") for number in range(word_count)]
     spans = np.array([(start, start + len(f"w{number}")) for number, start in enumerate(starts)])
-    return Question("", "q", np.zeros(2, np.int32), Paragraph(text, np.zeros(word_count, np.int32), spans), ())
+    return SquadQuestion("", "q", np.zeros(2, np.int32), Paragraph(text, np.zeros(word_count, np.int32), spans), ())
 
 
 def test_a_token_counts_in_the_window_with_most_context():
@@ -116,12 +117,12 @@ def test_the_best_spans_match_an_exhaustive_search():
 
 
 def test_a_window_without_tokens_has_no_answer():
-    window = Window(paragraph_of(0), 0, 0)
+    window = ParagraphWindow(paragraph_of(0), 0, 0)
     assert best_answers([window], np.ones((1, 8, 2)), SquadTaskConfig()) == ([], 2.0)
 
 
 def test_settings_of_the_tasks():
     assert [KINDS[name][0]().name for name in ("glue", "race", "squad")] == ["glue", "race", "squad"]
-    assert [problem.setting for problem in SquadTaskConfig(split="test", best=0).problems()] == ["best", "split"]
+    assert [problem.setting for problem in problems_of(SquadTaskConfig(split="test", best=0))] == ["best", "split"]
     assert as_table(["neutral", "1.5"]) == "index\tprediction\n0\tneutral\n1\t1.5\n"
     assert GlueTaskConfig().split == "validation"

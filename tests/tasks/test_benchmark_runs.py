@@ -11,25 +11,26 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.manager import CheckpointManager
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.language_benchmarks.config import GlueConfig, MockGlueConfig
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.splits import Splits
-from megajax.interop.stored.model_differences import differences
+from megajax.interop.weights.fit import all_weights
+from megajax.interop.weights.model_differences import differences
 from megajax.job.job import train
+from megajax.job.notebook import set_up
 from megajax.job.start.resume import checkpoint_meta
-from megajax.job.start.stored_weights import all_weights
 from megajax.job.start.weights import InitialWeights
 from megajax.models.classifier.config import ClassHeadConfig, with_text_head
 from megajax.models.presets.encoders import bert
-from megajax.tasks.command import Evaluation, evaluate
 from megajax.tasks.config import GlueTaskConfig, LambadaConfig, RaceTaskConfig, SquadTaskConfig
+from megajax.tasks.evaluate_command import Evaluation, evaluate
 from megajax.training.run_config import RunConfig
-from megajax.training.scoring import Scorer
-from megajax.training.session import Run, setup
+from megajax.training.scorer import Scorer
+from megajax.training.session import Run
 
 LENGTH = 32
 
@@ -66,7 +67,7 @@ def tuning(**changes: Any) -> RunConfig:
 def pretrained(tmp_path_factory) -> tuple[Path, Mapping[str, np.ndarray]]:
     """A run of BERT's pretraining with a checkpoint, and its weights."""
     folder = tmp_path_factory.mktemp("pretrained")
-    run = setup(tuning(model=pretraining(), data=MaskedRows(), run_dir=str(folder)), devices=jax.devices()[:1])
+    run = set_up(tuning(model=pretraining(), data=MaskedRows(), run_dir=str(folder)), devices=jax.devices()[:1])
     with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
         manager.save(1, run.state, checkpoint_meta(run.parts, ""))
     run.close()
@@ -79,7 +80,7 @@ def tuned(pretrained, tmp_path_factory) -> Run:
     source = WeightsConfig(run=pretrained[0], fresh=("head.*",))
     data = MockGlueConfig(task="rte", path=str(tmp_path_factory.mktemp("files")))
     cfg = tuning(checkpoint=CheckpointConfig(weights=(source,)), data=data)
-    return setup(cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, print))
+    return set_up(cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, print))
 
 
 def test_a_classifier_starts_from_a_pretrained_bert_with_a_fresh_head(pretrained, tuned):
@@ -155,7 +156,7 @@ def test_a_tiny_bert_learns_synthetic_files(name, metric, least, file, tmp_path,
 @pytest.mark.parametrize(("name", "metric", "least"), [("race", "accuracy_high", 0.95), ("squad", "f1", 90.0)])
 def test_a_tiny_bert_learns_synthetic_questions(name, metric, least, tmp_path):
     cfg = load(f"{name}.py:debug", "batch.micro_size=16", f"data.path={tmp_path}", devices=1)
-    run = setup(cfg, devices=jax.devices()[:1])
+    run = set_up(cfg, devices=jax.devices()[:1])
     for _ in run.steps():
         pass
     run.close()

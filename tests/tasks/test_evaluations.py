@@ -11,28 +11,28 @@ import pytest
 from tiny_runs import LENGTH, QUICK, VOCABULARY, llama
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.text.config import BlendConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.evaluate import folder_config, main
 from megajax.interop.huggingface.registry import families
+from megajax.interop.weights.fit import all_weights
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.name_mapping import resolved
 from megajax.job.job import train
-from megajax.job.start.stored_weights import all_weights
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla_options import XlaConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.precision.config import PrecisionConfig
+from megajax.processes.xla_options import XlaConfig
 from megajax.tasks.cache import RequestCache
-from megajax.tasks.command import Evaluation, Evaluator, Progress, evaluate, prepare
 from megajax.tasks.config import ChoicesConfig, EvaluatedConfig, HarnessConfig, LambadaConfig, SplitConfig
+from megajax.tasks.evaluate_command import Evaluation, Evaluator, TaskProgress, evaluate, prepare
 from megajax.tokenizers.config import NullTokenizerConfig, SentencePieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
-from megajax.training.scoring import Answer, Scorer, Window
+from megajax.training.scorer import Scorer, Window, WindowScore
 
 STEPS = 2
 
@@ -160,7 +160,7 @@ def test_parts_of_an_evaluation_have_the_bits_of_the_whole(folder, tmp_path, mon
     """Parts score the batches of the whole; only the task without windows is left for the end."""
     tasks = [ChoicesConfig(path=str(folder / "questions.jsonl")), SplitConfig(split="validation")]
     evaluation = Evaluation(folder / "run", tasks, tmp_path)
-    evaluator = Evaluator(config(folder), evaluation, all_weights, Progress(visible=False))
+    evaluator = Evaluator(config(folder), evaluation, all_weights, TaskProgress(visible=False))
     calls, scores = [], Scorer.scores
     monkeypatch.setattr(Scorer, "scores", lambda self, rows: (calls.append(len(rows)), scores(self, rows))[1])
     for part in (2, 0, 1):
@@ -176,7 +176,7 @@ def test_parts_of_an_evaluation_have_the_bits_of_the_whole(folder, tmp_path, mon
 def test_answers_of_other_weights_are_not_reused(tmp_path):
     window = Window(np.arange(5, dtype=np.int32), 2)
     with RequestCache(tmp_path, "one") as cache:
-        cache.put([window], [Answer(-1.5, 1)])
+        cache.put([window], [WindowScore(-1.5, 1)])
     with RequestCache(tmp_path, "one") as cache:
         assert cache.get([window, window._replace(counted=1)]) == [(-1.5, 1), None]
     with RequestCache(tmp_path, "two") as cache:

@@ -14,17 +14,17 @@ from megajax.inference.assembly import engine_refusal
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla_options import XlaConfig
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.presets.encoders import bert
 from megajax.precision.config import PrecisionConfig
-from megajax.tasks.generation import Generation, by_recomputation, generate
-from megajax.tasks.loglikelihood import Request, log_likelihoods
+from megajax.processes.xla_options import XlaConfig
+from megajax.tasks.greedy_generation import Generation, by_recomputation, generate
+from megajax.tasks.loglikelihood import Continuation, log_likelihoods
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
-from megajax.training.scoring import Answer, Scorer, Stopped, Window
+from megajax.training.scorer import Scorer, Stopped, Window, WindowScore
 
 SIZES = ((5, 2), (17, 16), (9, 1), (3, 1), (12, 11), (7, 3), (17, 4), (2, 1))
 """(tokens, counted) of windows; rows have 16 positions."""
@@ -71,30 +71,26 @@ def log_softmax(tokens: bytes) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def by_hand(window: Window) -> Answer:
+def by_hand(window: Window) -> WindowScore:
     log_p, labels = log_softmax(window.tokens[:-1].tobytes()), window.tokens[1:]
     places = range(len(labels) - window.counted, len(labels))
     correct = sum(int(log_p[place].argmax()) == labels[place] for place in places)
-    return Answer(sum(float(log_p[place, labels[place]]) for place in places), correct)
+    return WindowScore(sum(float(log_p[place, labels[place]]) for place in places), correct)
 
 
-def close(actual: list[Answer], expected: list[Answer]) -> None:
+def close(actual: list[WindowScore], expected: list[WindowScore]) -> None:
     np.testing.assert_allclose([a[0] for a in actual], [e[0] for e in expected], rtol=1e-5, atol=1e-5)
     assert [a.right for a in actual] == [e.right for e in expected]
 
 
 def test_answers_are_log_softmax_in_numpy():
     close(scorer().answers(windows()), [by_hand(window) for window in windows()])
-    for window, log_p in zip(windows(), scorer().log_probabilities(windows()), strict=True):
-        labels, places = window.tokens[-window.counted :], slice(-window.counted, None)
-        wanted = np.take_along_axis(log_softmax(window.tokens[:-1].tobytes())[places], labels[:, None], 1)[:, 0]
-        np.testing.assert_allclose(log_p, wanted, atol=1e-5)
 
 
 def test_greedy_continuations_are_recognised():
     prompt = windows()[1].tokens[:6]
     token = int(log_softmax(prompt.tobytes())[-1].argmax())
-    requests = [Request(prompt, np.array([id])) for id in (token, (token + 1) % VOCABULARY)]
+    requests = [Continuation(prompt, np.array([id])) for id in (token, (token + 1) % VOCABULARY)]
     yes, no = log_likelihoods(scorer(), requests)
     assert (yes.greedy, no.greedy) == (True, False)
     assert yes.value > no.value
@@ -138,11 +134,11 @@ def test_compiled_rows_have_equal_chunks(context, rounds, tensor, length):
 def test_long_contexts_are_truncated_at_the_beginning():
     draw = np.random.default_rng(1)
     context, end = draw.integers(0, VOCABULARY, 30).astype(np.int32), np.array([3, 4], np.int32)
-    short, long = log_likelihoods(scorer(), [Request(context[-15:], end), Request(context, end)])
+    short, long = log_likelihoods(scorer(), [Continuation(context[-15:], end), Continuation(context, end)])
     assert (short.truncated, long.truncated) == (False, True)
     assert short == long._replace(truncated=False)
     with pytest.raises(UserError, match="a continuation has 17 tokens, but the model scores 1 to 16"):
-        log_likelihoods(scorer(), [Request(end, context[:17])])
+        log_likelihoods(scorer(), [Continuation(end, context[:17])])
 
 
 def test_generation_is_greedy():

@@ -12,13 +12,13 @@ import pytest
 from megajax.config.class_references import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import ChoicesConfig, LambadaConfig, PerplexityConfig, TextConfig, WikitextConfig
+from megajax.tasks.evaluate_command import parse_tasks
 from megajax.tasks.loglikelihood import Choices, Lambada, cloze, encode_pair, with_prefix
-from megajax.tasks.perplexity import Text, TokenFiles, Wikitext, detokenize, windows
+from megajax.tasks.perplexity import TextPerplexity, TokenFiles, Wikitext, detokenize, windows
 from megajax.tasks.statistics import exponential, mean, ratio
 from megajax.tokenizers.config import ByteTokenizerConfig
-from megajax.training.scoring import Answer, Window
+from megajax.training.scorer import Window, WindowScore
 
 LENGTH = 16
 
@@ -32,9 +32,9 @@ class Made:
         model = SimpleNamespace(schema=lambda: {"tokens": leaf})
         self.program = SimpleNamespace(cfg=SimpleNamespace(model=model))
 
-    def answers(self, windows: list[Window]) -> list[Answer]:
+    def answers(self, windows: list[Window]) -> list[WindowScore]:
         self.windows += windows
-        return [Answer(-sum(loss(int(token)) for token in w.tokens[-w.counted :]), 0) for w in windows]
+        return [WindowScore(-sum(loss(int(token)) for token in w.tokens[-w.counted :]), 0) for w in windows]
 
 
 def loss(token: int) -> float:
@@ -117,7 +117,7 @@ def test_text_is_counted_by_tokens_words_and_bytes(tmp_path):
     documents = ["two words\n", "three more wörds here, and enough for windows"]
     path = write(tmp_path / "a.jsonl", *({"body": text} for text in documents))
     scorer = Made()
-    figures = Text(TextConfig(path=path, key="body"), scorer)()
+    figures = TextPerplexity(TextConfig(path=path, key="body"), scorer)()
     data = [text.encode() for text in documents]
     total = sum(loss(token) for document in data for token in document)
     bytes_, word_count = sum(map(len, data)), sum(len(text.split()) for text in documents)
@@ -181,7 +181,7 @@ def test_the_tokenizers_prefix_comes_first(tmp_path):
     assert [part.tolist() for part in encode_pair(other, "a", " b")] == [[97], [32, 98]]
     assert [part.tolist() for part in encode_pair(other, "", " b")] == [[1], [32, 98]]
     scorer, path = with_bos(), write(tmp_path / "a.jsonl", {"text": "a text"})
-    Text(TextConfig(path=path), scorer)()
+    TextPerplexity(TextConfig(path=path), scorer)()
     assert scorer.windows[0].tokens.tolist() == [1, *b"a text"] and scorer.windows[0].counted == 6
     # Megatron-LM's tasks have no prefix.
     Lambada(LambadaConfig(path=path, strict=True), scorer)()
@@ -208,6 +208,12 @@ def test_lm_eval_gets_the_tokens_of_its_models():
     long = "a" * 2 * LENGTH
     actual.loglikelihood([request(long, " b"), request(long, " c"), request("a", " b")])
     assert actual.truncated == 1
+    empty = request("a", "")
+    empty.task_name, empty.doc_id, empty.idx = "cloze", 2, 1
+    with pytest.raises(
+        UserError, match=r"lm-eval:cloze, line 3 of its data, choice 1: a continuation has 0 tokens: its"
+    ):
+        actual.loglikelihood([request("a", " b"), empty])
     assert model(with_bos(()), 4).prefix_token_id == 1
     assert model(Made(), 4).prefix_token_id == 256
 
@@ -269,6 +275,14 @@ def test_bad_lines_are_named(tmp_path, line, message):
     valid = {"context": "q", "choices": ["a", "b"], "answer": 1}
     with pytest.raises(UserError, match=message):
         Choices(ChoicesConfig(path=write(tmp_path / "a.jsonl", valid, line)), Made())
+
+
+def test_a_choice_without_tokens_is_named(tmp_path):
+    scorer = Made()
+    scorer.tokenizer = SimpleNamespace(prefix=(), encode=lambda text: np.array([*text.rstrip().encode()], np.int32))
+    path = write(tmp_path / "a.jsonl", {"context": "q", "choices": ["a", "\t"], "answer": 0})
+    with pytest.raises(UserError, match=r"line 1: choice 1 has 0 tokens: after its context, ' \\t' has no more tokens"):
+        Choices(ChoicesConfig(path=path), scorer)
 
 
 def test_texts_of_one_word_are_refused(tmp_path):

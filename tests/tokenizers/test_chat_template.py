@@ -12,7 +12,7 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.tokenizers import chat_template
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit, TextPiece
 from megajax.tokenizers.conversation import MarkedText
 
 
@@ -66,7 +66,7 @@ def test_templates_mark_answers_themselves() -> None:
     talk = messages_of("", "a", "x!b", "c", "y!d")[1:]
     template = ChatTemplate(dropping)
     assert template.parts(talk) == [
-        Part("U:aA:", 0), Part("b;", 1), Part("U:cA:", 0), Part("y!d;", 1), Part("", 0)
+        TextPiece("U:aA:", 0), TextPiece("b;", 1), TextPiece("U:cA:", 0), TextPiece("y!d;", 1), TextPiece("", 0)
     ]  # fmt: skip
     assert template.render(talk) == "U:aA:b;U:cA:y!d;"
     unmarked = ChatTemplate(dropping.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
@@ -179,7 +179,7 @@ class Pairs(Tokenizer):
     ],
 )
 def test_tokens_across_the_borders_of_answers(parts: list, expected: list) -> None:
-    ids, weights = MarkedText(Pairs()).tokenize([Part(*part) for part in parts])
+    ids, weights = MarkedText(Pairs()).tokenize([TextPiece(*part) for part in parts])
     assert ids.tolist() == [ord(text[0]) + 1000 * (len(text) - 1) for text, _ in expected]
     assert weights.tolist() == [weight for _, weight in expected]
 

@@ -17,12 +17,12 @@ from hard_texts import TEXT, train_sentencepiece
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig, PreferencesConfig
 from megajax.data.rows.splits import Rows
-from megajax.inference.prompts import Prompt, encode, read_prompts
+from megajax.inference.prompt_and_answer_files import Prompt, encode, read_prompts
 from megajax.models.answers.config import DPOConfig
 from megajax.models.decoder.config import text_schema
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.byte import ByteTokenizer
-from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit, TextPiece
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -452,4 +452,4 @@ def test_a_tokenizer_of_ones_own_without_spans_is_refused():
             return super().encode(text[::-1])
 
     with pytest.raises(UserError, match="Reversed has neither encode_spans nor a table of bytes"):
-        MarkedText(Reversed()).tokenize([Part("a b", 0.0), Part("c", 1.0)])
+        MarkedText(Reversed()).tokenize([TextPiece("a b", 0.0), TextPiece("c", 1.0)])

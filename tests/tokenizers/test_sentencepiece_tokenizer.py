@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import SentencePieceTokenizerConfig
 from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, WORDS, safe_to_cut, train_sentencepiece
@@ -131,7 +132,7 @@ def test_ids_outside_the_vocabulary(paths):
 
 def test_settings_and_a_missing_package(paths, monkeypatch):
     config = SentencePieceTokenizerConfig(path="x", special_tokens=("a", "a", "b c"), extra_ids=-1)
-    assert [problem.setting for problem in config.problems()] == ["special_tokens", "special_tokens", "extra_ids"]
+    assert [problem.setting for problem in problems_of(config)] == ["extra_ids", "special_tokens", "special_tokens"]
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match="uv sync --extra tokenizers"):
         SentencePieceTokenizerConfig(path=paths["llama"]).build()

@@ -9,7 +9,6 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import OverBudget
-from megajax.interop.tokenizer_files import copy_files, files_of, original_files, tokenizer_config
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,
@@ -20,6 +19,7 @@ from megajax.tokenizers.config import (
     WordPieceTokenizerConfig,
 )
 from megajax.tokenizers.sentencepiece import engine_of
+from megajax.tokenizers.tokenizer_files import copy_files, files_of, original_files, tokenizer_config
 from tests.tokenizers.hard_texts import TEXTS, WORDS, train_sentencepiece
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
@@ -63,29 +63,26 @@ def demand_same(config: Any, folder: Path) -> None:
     assert engine.encode("the fox").ids[: len(first)] == first
 
 
-def test_tokens_added_beside_a_model_of_sentencepiece(unigram, tmp_path) -> None:
-    count = SentencePieceTokenizerConfig(path=str(unigram)).build().vocabulary_size
-    (tmp_path / "tokenizer.model").write_bytes(unigram.read_bytes())
+def test_files_of_no_class_are_read_as_their_own_formats(unigram, small_bpe, tmp_path) -> None:
+    (tmp_path / "spiece.model").write_bytes(unigram.read_bytes())
 
-    def config(added: Any, **settings: Any) -> SentencePieceTokenizerConfig:
-        (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    def of(*present: str, **settings: Any) -> Any:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        return tokenizer_config([path.name for path in tmp_path.iterdir()], tmp_path, None, tmp_path)
+        return tokenizer_config(present, tmp_path, None, tmp_path)
 
-    decoder = {"0": {"content": "<unk>"}, str(count): {"content": "<|im_start|>"}}
-    tokenizer = config({"<|im_end|>": count + 1}, added_tokens_decoder=decoder, eos_token="<|im_end|>").build()
-    assert tokenizer.vocabulary_size == count + 2 and tokenizer.eod == count + 1
-    assert tokenizer.encode("<|im_start|>the<|im_end|>").tolist()[0] == count
-    assert tokenizer.encode("the<|im_end|>").tolist()[-1] == count + 1
-    assert config({"<extra_id_0>": count + 1, "<extra_id_1>": count}, extra_ids=2).special_tokens == ()
-    hostile = {"<a>": count, "<b>": "9" * 5000, "<c>": None}
-    assert config(hostile, added_tokens_decoder=[]).special_tokens == ("<a>",)
-    with pytest.raises(UserError, match=r"extra_ids=1000000000000000, at most 10,000"):
-        config({}, extra_ids=10**15)
-    assert config({"<a>": count}, extra_ids="many").extra_ids == 0
-    for wrong in ({"<a>": count + 1}, {"<extra_id_0>": count, "<a>": count + 1}):
-        with pytest.raises(UserError, match=rf"tokens added to its {count} pieces"):
-            config(wrong, extra_ids=1)
+    assert of("spiece.model") == SentencePieceTokenizerConfig(path=f"{tmp_path}/spiece.model")
+    files = {"vocabulary": f"{tmp_path}/vocab.json", "merges": f"{tmp_path}/merges.txt"}
+    assert of("vocab.json", "merges.txt") == GPT2TokenizerConfig(**files)
+    assert of("vocab.json") == NullTokenizerConfig(vocabulary_size=1)
+    for count in (10**15, -1, "many"):
+        with pytest.raises(UserError, match=rf"extra_ids={count!r} is not a number of sentinels up to 10,000"):
+            of("spiece.model", tokenizer_class="T5Tokenizer", extra_ids=count).build()
+    (tmp_path / "spiece.model").write_bytes(unigram.read_bytes()[:-3])
+    with pytest.raises(UserError, match=r"spiece\.model: not a vocabulary of T5Tokenizer that can be read: Err"):
+        of("spiece.model", tokenizer_class="T5Tokenizer").build()
+    hostile = {"0": {"content": "<unk>"}, "9" * 5000: {"content": "<a>"}, "x": None}
+    (tmp_path / "spiece.model").write_bytes(unigram.read_bytes())
+    assert of("spiece.model", tokenizer_class="T5Tokenizer", added_tokens_decoder=hostile).build().vocabulary_size
 
 
 def test_a_file_too_large_for_every_reader_is_not_copied(tmp_path) -> None:

@@ -19,6 +19,7 @@ from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.banner import banner
 from megajax.job.description import describe
+from megajax.job.notebook import set_up
 from megajax.job.start.resume import facts
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -27,13 +28,11 @@ from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig,
 from megajax.layers.multiply_adds import VisibleKeys
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.facts import count_flops
-from megajax.models.summary import summarize
+from megajax.models.facts import count_flops, summarize
 from megajax.training.check_row_balance import balance_problems
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.row_work import row_work
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run, row_work
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: li
     batch = BatchConfig(global_size=16, micro_size=micro_size)
     devices = jax.devices()[: parallel.data * parallel.context * parallel.pipeline * parallel.tensor]
     small = model(repeats=1, recompute="selective" if parallel.data_sharding == "fsdp" else "none")
-    run = setup(config(text, "step", parallel=parallel, batch=batch, model=small), devices=devices)
+    run = set_up(config(text, "step", parallel=parallel, batch=batch, model=small), devices=devices)
     in_order, balanced = run.batches.imbalance()
     assert balanced.step < in_order.step or parallel.data == 1
     with jax.set_mesh(run.mesh):
@@ -119,7 +118,7 @@ def test_processes_have_the_same_losses(text: Path, tmp_path: Path) -> None:
 
 def test_the_banner_reports_balanced_rows(text: Path) -> None:
     cfg = config(text, "step", parallel=ParallelConfig(data=4), batch=BatchConfig(global_size=16, micro_size=1))
-    run = setup(cfg, devices=jax.devices()[:4])
+    run = set_up(cfg, devices=jax.devices()[:4])
     lines = {name: text for _, rows in banner(run, describe(run.parts), "") for name, text in rows}
     assert lines["balanced rows"].startswith("by step; busiest group over mean at the next step: step 1.0")
     rows = np.ravel(next(run.batches)[0]["sample"]).tolist()
@@ -175,7 +174,7 @@ def test_settings_that_exclude_each_other(text: Path, name: str) -> None:
 
 def test_rows_without_causal_attention_are_refused(text: Path) -> None:
     encoder = SimpleNamespace(ignores_later_positions=lambda: False)
-    (problem,) = balance_problems(SimpleNamespace(data=config(text, "step").data, model=encoder), 1)
+    (problem,) = balance_problems(config(text, "step").data, BatchConfig(), encoder)
     assert "reads later positions too" in problem.message
 
 
@@ -199,7 +198,7 @@ def test_settings_that_fit_together_give_the_same_losses(text: Path, name: str) 
     changes, micro_size = LIKE[name]
     cfg = changed(text, "step", changes).but(parallel=ParallelConfig(data=2), steps=6)
     assert cfg.batch.micro_size == micro_size
-    run = setup(cfg, devices=jax.devices()[:2])
+    run = set_up(cfg, devices=jax.devices()[:2])
     with jax.set_mesh(run.mesh):
         assert losses(run, 6) == pytest.approx(losses(under(run, text, "none"), 6), rel=1e-5)
 
@@ -208,7 +207,7 @@ def test_settings_that_fit_together_give_the_same_losses(text: Path, name: str) 
 def test_a_loss_over_the_rows_of_a_microbatch(text: Path) -> None:
     """The loss does not change while rows stay in their microbatch. With `step` it would; that is refused."""
     cfg = changed(text, "microbatch", {"mlp": experts(aux_loss=100.0)}).but(parallel=ParallelConfig(data=2), steps=6)
-    run = setup(cfg, devices=jax.devices()[:2])
+    run = set_up(cfg, devices=jax.devices()[:2])
     with jax.set_mesh(run.mesh):
         plain = losses(under(run, text, "none"), 6)
         assert losses(run, 6) == pytest.approx(plain, rel=1e-5)

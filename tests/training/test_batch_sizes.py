@@ -2,9 +2,10 @@
 
 import pytest
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
+from megajax.training.batch_sizes import BatchSize
 from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig
-from megajax.training.elastic.batch_sizes import BatchSize
 
 LINEAR = LinearRampConfig(start=16, increment=8, samples=1000)
 STEPS = StepRampConfig(sizes="0:16 1000:32,5000:64", unit="samples")
@@ -124,8 +125,8 @@ def test_a_ramp_ends_at_global_size(ramp, setting, message):
 @pytest.mark.parametrize(
     ("ramp", "setting", "message"),
     [
-        (LinearRampConfig(start=0, increment=1, samples=1), "start", "between 1 and"),
-        (LinearRampConfig(start=1, increment=1, samples=0), "samples", "between 1 and"),
+        (LinearRampConfig(start=0, increment=1, samples=1), "start", "at least 1"),
+        (LinearRampConfig(start=1, increment=1, samples=0), "samples", "at least 1"),
         (StepRampConfig(sizes=""), "sizes", "is empty"),
         (StepRampConfig(sizes="0:16 250Q:32"), "sizes", "'250Q:32' is not threshold:rows"),
         (StepRampConfig(sizes="10:16 20:32"), "sizes", "must begin at 0, got 10"),
@@ -135,6 +136,6 @@ def test_a_ramp_ends_at_global_size(ramp, setting, message):
     ],
 )
 def test_problems(ramp, setting, message):
-    (problem,) = ramp.problems()
+    (problem,) = problems_of(ramp)
     assert problem.setting == setting
     assert message in problem.message

@@ -11,9 +11,11 @@ from small_jobs import model, run_config
 from megajax.config.errors import ConfigError
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.watchdog import WatchdogConfig
+from megajax.job.notebook import prepare
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla_options import (
+from megajax.precision.config import Fp8CurrentConfig, PrecisionConfig
+from megajax.processes.xla_options import (
     CPU,
     DEFAULTS,
     DETERMINISTIC,
@@ -26,11 +28,10 @@ from megajax.mesh.xla_options import (
     options_for_once,
     termination,
 )
-from megajax.precision.config import Fp8CurrentConfig, PrecisionConfig
 from megajax.training.check_compiler_options import accepted_options, default_options, refusal, run_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run, prepare
+from megajax.training.session import Run
 
 
 def device() -> jax.Device:

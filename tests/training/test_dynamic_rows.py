@@ -12,12 +12,13 @@ from small_jobs import model, run_config
 
 from megajax.data.chat.config import ChatConfig
 from megajax.data.rows.splits import Rows
+from megajax.job.notebook import set_up
 from megajax.kernels.attention.mask import Mask
-from megajax.kernels.attention.pallas import Blocks, _split_into_blocks, blocks_for
+from megajax.kernels.attention.pallas import AttentionBlocks, _split_into_blocks, blocks_for
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run
 
 LENGTH = 128
 
@@ -43,10 +44,10 @@ def config(folder: Path, apart: bool) -> RunConfig:
 
 def test_one_program_serves_rows_of_all_lengths(tmp_path: Path) -> None:
     """Neither the length of the text nor the numbering of padding recompiles, and the numbering changes no loss."""
-    run = setup(config(tmp_path, True), devices=jax.devices()[:1])
+    run = set_up(config(tmp_path, True), devices=jax.devices()[:1])
     filled = [[int(run.parts.splits.train.document_lengths(row)[0]) for row in range(n, n + 4)] for n in (0, 4, 8, 12)]
     assert sum(filled[3]) > 3 * sum(filled[0])
-    joined = replace(run.parts, splits=setup(config(tmp_path, False), devices=jax.devices()[:1]).parts.splits)
+    joined = replace(run.parts, splits=set_up(config(tmp_path, False), devices=jax.devices()[:1]).parts.splits)
     with jax.set_mesh(run.mesh):
         joined_run = Run(joined, run.program.fresh_state()(), joined.loader(joined.splits.train, 0, training=True))
         losses, theirs = ([info.loss for info in each.steps(4)] for each in (run, joined_run))
@@ -56,7 +57,7 @@ def test_one_program_serves_rows_of_all_lengths(tmp_path: Path) -> None:
     joined_run.close()
 
 
-def computed(segments: np.ndarray, blocks: Blocks) -> int:
+def computed(segments: np.ndarray, blocks: AttentionBlocks) -> int:
     """Blocks of scores that the kernel computes for a row."""
     index, ids = jnp.arange(len(segments)), jnp.asarray(segments)[None]
     first, last = np.asarray(_split_into_blocks(Mask(index, index, ids, ids), 1, blocks).keys_of)[0]

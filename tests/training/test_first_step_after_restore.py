@@ -10,24 +10,25 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import arrays, integrity
+from megajax.checkpoint import array_serialization, manifest
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load
-from megajax.training.session import Parts, Run, setup
+from megajax.job.notebook import set_up
+from megajax.training.session import Parts, Run
 from megajax.training.state import TrainState, own_buffers
 
 
 def buffers(state: Any) -> dict[str, list[int]]:
     """Address of each shard, by the name of the array."""
-    leaves = {name: leaf for name, leaf in arrays.named_leaves(state).items() if leaf.size}
+    leaves = {name: leaf for name, leaf in array_serialization.named_leaves(state).items() if leaf.size}
     return {name: [s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards] for name, leaf in leaves.items()}
 
 
 def share_of(names: set[str], state: Any) -> float:
     """Fraction of the bytes of a state in these arrays."""
-    sizes = {name: leaf.nbytes for name, leaf in arrays.named_leaves(state).items()}
+    sizes = {name: leaf.nbytes for name, leaf in array_serialization.named_leaves(state).items()}
     return sum(sizes[name] for name in names) / sum(sizes.values())
 
 
@@ -36,9 +37,9 @@ def stored_and_read(tmp_path: Path) -> Any:
 
     def start(parts: Parts, like: TrainState) -> TrainState:
         fresh = parts.program.fresh_state()()
-        arrays.start_writing(tmp_path / "arrays", arrays.flatten(fresh)).result()
-        integrity.complete_step(tmp_path)
-        return arrays.read(StoredArrays(tmp_path), like)
+        array_serialization.start_writing(tmp_path / "arrays", array_serialization.flatten(fresh)).result()
+        manifest.complete_step(tmp_path)
+        return array_serialization.read(StoredArrays(tmp_path), like)
 
     return start
 
@@ -46,11 +47,11 @@ def stored_and_read(tmp_path: Path) -> Any:
 def restored(tmp_path: Path, *layout: str) -> Run:
     (tmp_path / "run").mkdir()
     cfg = load("llama3.py:debug", f"run_dir={tmp_path / 'run'}", "steps=3", *layout)
-    return setup(cfg, start=stored_and_read(tmp_path))
+    return set_up(cfg, start=stored_and_read(tmp_path))
 
 
 def check_first_step(run: Run) -> None:
-    before, leaves = buffers(run.state), arrays.named_leaves(run.state)
+    before, leaves = buffers(run.state), array_serialization.named_leaves(run.state)
     for _ in run.steps(1):
         pass
     after = buffers(run.state)
@@ -75,7 +76,11 @@ def test_other_layouts_reuse_them_too(layout: tuple[str, ...], tmp_path: Path) -
         return
     # Moments in host memory are copied once; those on the device are reused.
     before = buffers(run.state)
-    host = {name for name, leaf in arrays.named_leaves(run.state).items() if leaf.sharding.memory_kind == "pinned_host"}
+    host = {
+        name
+        for name, leaf in array_serialization.named_leaves(run.state).items()
+        if leaf.sharding.memory_kind == "pinned_host"
+    }
     for _ in run.steps(1):
         pass
     after = buffers(run.state)

@@ -14,7 +14,7 @@ from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig
 from megajax.training.guarded.guard import Guard
 from megajax.training.guarded.loop import run_guarded_steps
-from megajax.training.guarded.step import StepControl
+from megajax.training.limits.step import StepControl
 from megajax.training.loop import run_steps
 from megajax.training.step_report import GuardLimits
 
@@ -31,10 +31,10 @@ class Events:
     """A run that records what happens to it; its state is the number of the step."""
 
     def __init__(self, step: int = 0):
-        self.seen, self.step, self.state = [], step, step
-        self.cfg = SimpleNamespace(precision=PrecisionConfig(compute="float32"))
+        self.seen, self.steps_done, self.state = [], step, step
+        cfg = SimpleNamespace(precision=PrecisionConfig(compute="float32"))
         self.mesh = build_mesh(ParallelConfig(data=1))
-        self.program = SimpleNamespace(observed={})
+        self.program = SimpleNamespace(observed={}, cfg=cfg, mesh=self.mesh, train_step=self.train_step)
         self.batches = ((Rows("rows"), 8 * n) for n in itertools.count(step + 1))
 
     def train_step(self, state: int, batch: str, control: StepControl | None = None):

@@ -21,6 +21,7 @@ from tiny_runs import (
     within,
 )
 
+from megajax.config.compose import problems_of
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import PredictionConfig
@@ -44,7 +45,7 @@ def test_gradients_and_metrics_equal_those_of_a_plain_log_softmax(average):
 
     def plain(params, piece):
         model = bind(program.abstract, params)
-        logits = model.logits(model.hidden_states(piece["tokens"], model.context(piece)))
+        logits = model.logits(model.states(piece))
         terms = {name: jnp.sum(x * piece["loss_mask"]) for name, x in token_terms(logits, piece["labels"]).items()}
         share = 1 / jnp.sum(piece["loss_mask"]) if average == "microbatches" else 1.0
         return (terms["smoothed_loss"] + terms["z_loss"]) * share, terms
@@ -93,4 +94,4 @@ def test_layouts_that_shard_the_vocabulary_have_the_same_losses(model, parallel)
     ],
 )
 def test_problems(changes, setting):
-    assert [problem.setting for problem in replace(llama(), **changes).problems()] == [setting]
+    assert [problem.setting for problem in problems_of(replace(llama(), **changes))] == [setting]

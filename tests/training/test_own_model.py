@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megajax.config import load
+from megajax.job.notebook import set_up
 from megajax.models.protocol import position_unit
-from megajax.training.session import setup
 from tests.docs.blocks import ROOT, blocks
 
 STEPS = 3
@@ -26,7 +26,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def losses(config_file: Path, *settings: str) -> list[float]:
     """Of a few steps, and of an evaluation after them."""
     cfg = load(config_file, "steps=3", "precision.compute=float32", *settings)
-    run = setup(cfg)
+    run = set_up(cfg)
     losses = [info.loss for info in run.steps(STEPS)]
     losses.append(run.evaluate(run.parts.splits.valid, batches=1))
     run.close()
@@ -57,7 +57,7 @@ def test_the_model_learns(expected):
 @pytest.mark.slow
 def test_the_model_learns_as_printed_on_the_page(config_file):
     """With the settings of the page: in bfloat16."""
-    run = setup(load(config_file, "steps=3", "parallel.data=1"))
+    run = set_up(load(config_file, "steps=3", "parallel.data=1"))
     first, *_, last = [info.loss for info in run.steps(STEPS)]
     run.close()
     assert last < first
@@ -67,4 +67,4 @@ def test_positions_are_not_tokens(config_file):
     model = load(config_file).model
     assert position_unit(model) == "positions"
     assert position_unit(load("gpt3.py:debug").model) == "tokens"
-    assert "tokens" not in repr(setup(load(config_file, "steps=1", "parallel.data=1")))
+    assert "tokens" not in repr(set_up(load(config_file, "steps=1", "parallel.data=1")))

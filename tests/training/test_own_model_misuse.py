@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import UserError, load
-from megajax.training.session import prepare, setup
+from megajax.job.notebook import prepare, set_up
 from tests.docs.blocks import ROOT, blocks
 
 
@@ -98,7 +98,7 @@ def test_a_layer_keeps_the_dtype_of_the_residual_stream(tmp_path, files):
     files["my_modules.py"] = files["my_modules.py"].replace(at, "jnp.float32(1) * self.layout.dot(")
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    run = setup(load(tmp_path / "my_model.py", "steps=1", "parallel.data=1"))
+    run = set_up(load(tmp_path / "my_model.py", "steps=1", "parallel.data=1"))
     with pytest.raises(UserError, match=r"PatchMixer returns float32 \(2, 16, 32\) for the residual stream, bfloat16 "):
         next(run.steps(1))
     run.close()

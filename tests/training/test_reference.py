@@ -12,16 +12,16 @@ from tiny_runs import build_program, llama
 
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.processes.peers import Peers
-from megajax.training.reference import Origin, Store, intact_rows, record, weights_checksum
+from megajax.processes.peers import Peers
+from megajax.training.reference import ScoresFile, ScoresOrigin, intact_rows, record, weights_checksum
 
-ORIGIN = Origin("data", 3, "float32", "0123456789abcdef")
+ORIGIN = ScoresOrigin("data", 3, "float32", "0123456789abcdef")
 ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
-def opened(folder: Path, origin: Origin = ORIGIN, rows: int = 4) -> Store:
+def opened(folder: Path, origin: ScoresOrigin = ORIGIN, rows: int = 4) -> ScoresFile:
     """The store, as the next start finds it."""
-    store = Store(folder, origin, rows, Peers("test"))
+    store = ScoresFile(folder, origin, rows, Peers("test"))
     store.load()
     return store
 
@@ -66,7 +66,7 @@ def test_each_origin_has_its_own_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"reference_dir to a folder that can be written"):
-        Store(tmp_path / "file" / "folder", ORIGIN, 4, Peers("test")).add(ROWS)
+        ScoresFile(tmp_path / "file" / "folder", ORIGIN, 4, Peers("test")).add(ROWS)
 
 
 def test_the_checksum_depends_on_every_bit_and_on_no_layout() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 from small_jobs import model, run_config
 
-from megajax.config.compose import check
+from megajax.config.compose import check, problems_of
 from megajax.config.errors import ConfigError
 from megajax.config.field_types import names
 from megajax.layers.position.config import RopeConfig
@@ -203,12 +203,11 @@ def test_sharding_weights_needs_a_divisible_hidden_size(sharding):
 
 
 def test_devices_seed_steps_and_schedule():
-    actual = problems(
-        run_config(parallel=on(data=16), seed=-1, steps=-1, batch=BatchConfig(global_size=16), model=model())
-    )
+    cfg = run_config(parallel=on(data=16), seed=-1, steps=-1, batch=BatchConfig(global_size=16), model=model())
+    actual = {problem.setting: problem.message for problem in problems_of(cfg, 8)}
     assert actual["parallel"].startswith("the axes multiply to 16 devices (data 16), there are 8")
     assert actual["seed"].startswith("must be between 0 and 4294967295, got -1")
-    assert actual["steps"].startswith("must not be negative, got -1")
+    assert actual["steps"].startswith("must be at least 0, got -1")
     actual = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))
     assert actual["schedule.warmup_steps"].startswith("the warm-up takes 48 samples (warmup_steps=6)")
 

@@ -1,6 +1,7 @@
 """A run in a notebook on two by two devices: set up, stepped, called, evaluated and displayed."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,14 +9,16 @@ import pytest
 from IPython.lib.pretty import pretty
 from small_jobs import VOCABULARY, model, run_config
 
+from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.text.config import MockConfig
+from megajax.job.notebook import set_up
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla_options import XlaConfig
+from megajax.processes.xla_options import XlaConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.session import Run, setup
+from megajax.training.session import Run
 from megajax.training.show_placement import drawing, visualize
 
 CONFIG = run_config(
@@ -30,17 +33,17 @@ CONFIG = run_config(
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    run = setup(CONFIG)
+    run = set_up(CONFIG)
     yield run
     run.close()
 
 
 def test_steps_of_a_notebook_continue_where_they_stopped(run):
-    start = run.step
+    start = run.steps_done
     losses = [info.loss for info in run.steps(2)]
     assert [info.step for info in run.steps(3)] == [start + 3, start + 4, start + 5]
-    assert run.step == start + 5
-    assert int(run.state.consumed_samples) == run.batches.consumed == 8 * run.step
+    assert run.steps_done == start + 5
+    assert int(run.state.consumed_samples) == run.batches.consumed == 8 * run.steps_done
     assert abs(losses[0] - np.log(VOCABULARY)) < 0.3
     # The remaining steps of the config.
     assert [info.step for info in run.steps()] == list(range(start + 6, CONFIG.steps + 1))
@@ -89,7 +92,7 @@ def test_the_model_refuses_calls_without_an_answer(run, tokens, words):
 
 def test_setup_takes_a_config_and_says_how_to_load_one():
     with pytest.raises(UserError, match=r"not str: setup\(load\("):
-        setup("gpt3.py:debug")
+        set_up("gpt3.py:debug")
 
 
 def test_evaluation_is_the_mean_over_the_counted_tokens(run):
@@ -170,12 +173,12 @@ def test_displays_at_a_prompt_are_short(run):
         "  model   DecoderLM, 6,736 parameters: 2 layers, hidden 16, vocabulary 64",
         "  layout  4 cpu devices: data 2, tensor 2; zero1",
         "  batch   8 rows of 16 tokens, 2 microbatches",
-        f"  step    {run.step} of {run.cfg.steps}>",
+        f"  step    {run.steps_done} of {run.cfg.steps}>",
     ]
     assert run._repr_html_().count("<tr>") == 4
-    assert f"step={run.step}, params=<{len(run.state.params)} arrays, " in texts["state"]
+    assert f"step={run.steps_done}, params=<{len(run.state.params)} arrays, " in texts["state"]
     assert texts["old"].startswith("TrainState(step=<1 array, 1 values>, ")
-    assert texts["info"].startswith(f"StepInfo(step={run.step}, loss={info.loss:.6g}, ")
+    assert texts["info"].startswith(f"StepInfo(step={run.steps_done}, loss={info.loss:.6g}, ")
     assert texts["batches"].startswith(f"<Loader: batches of 8 rows, {run.batches.consumed} of ")
     settings = texts["cfg"].splitlines()
     assert "  parallel.tensor: 2" in settings and not any("parallel.pipeline" in line for line in settings)
@@ -185,11 +188,52 @@ def test_all_problems_are_reported_before_anything_is_built():
     """Also problems of single settings, which a config written in Python has not been checked for."""
     cfg = run_config(model=model(heads=4, kv_heads=3), parallel=ParallelConfig(tensor=0))
     with pytest.raises(ConfigError) as refused:
-        setup(cfg)
+        set_up(cfg)
     assert "model.stack.pattern.0.mixer.kv_heads: heads=4 is not a multiple of kv_heads=3" in str(refused.value)
     assert "parallel.tensor: must be at least 1, got 0" in str(refused.value)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
     with pytest.raises(UserError, match=r"the tokenizer has 65 tokens, model.vocabulary_size is 64"):
-        setup(run_config(tokenizer=NullTokenizerConfig(vocabulary_size=65)))
+        set_up(run_config(tokenizer=NullTokenizerConfig(vocabulary_size=65)))
+
+
+@pytest.mark.parametrize("layout", [(), ("parallel.context=2", "parallel.pipeline=2", "parallel.tensor=2")])
+def test_batches_of_tokens_train_as_the_config_s_rows(layout: tuple[str, ...]) -> None:
+    """`step` and `batch` beside `steps`: the same numbers bit for bit; and what `batch` refuses."""
+    cfg: Any = load("gpt3.py:debug", "precision.compute=float32", "steps=4", *layout)
+    reference, run = set_up(cfg), set_up(cfg)
+    source = run.parts.splits.train
+    for number, expected in enumerate(reference.steps(2)):
+        rows = [source[8 * number + row] for row in range(8)]
+        tokens = np.stack([np.append(row["tokens"], row["labels"][-1]) for row in rows])
+        batch = run.batch(tokens)
+        before, info = run.loss(batch), run.step(batch)
+        assert (info.loss, info.grad_norm) == (expected.loss, expected.grad_norm)
+        assert (
+            (info.step, info.consumed_samples)
+            == (expected.step, expected.consumed_samples)
+            == (number + 1, 8 * number + 8)
+        )
+        assert before == pytest.approx(info.loss, rel=1e-6) and run.steps_done == number + 1
+    # Shorter rows: padding has no loss, and a causal model does not see it.
+    short = run.batch(tokens[:, :10])
+    assert float(short["loss_mask"].sum()) == 8 * 9
+    logits = np.asarray(run.model(tokens[:, :9]), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert run.loss(short) == pytest.approx(-np.take_along_axis(log_p, tokens[:, 1:10, None], -1).mean(), rel=1e-5)
+    for wrong, message in (
+        ({"tokens": tokens[:3]}, "a step has 8 rows .batch.global_size., and there are 3 rows of tokens"),
+        ({"tokens": tokens[:, :1]}, "expected rows of 2 to 65"),
+        ({"tokens": tokens + 1000}, "the model reads 0 to 511"),
+        ({"tokens": tokens, "token": tokens}, "the model reads no token; it reads tokens, labels"),
+        ({"positions": tokens[:, 1:]}, "has no tokens, which the model reads"),
+        ({"tokens": tokens, "labels": 3}, "there are 0 rows of labels"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run.batch(**wrong)
+    for use in (run.step, run.loss):
+        with pytest.raises(UserError, match=r"a batch is made by run.batch\(tokens\), .* this is .*ndarray"):
+            use(tokens)
+    for each in (reference, run):
+        each.close()

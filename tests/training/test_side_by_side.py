@@ -5,17 +5,16 @@ from typing import Any
 
 import jax
 import pytest
-from test_scheduled_step import losses
-from tiny_runs import build_program, llama
+from tiny_runs import build_program, llama, losses_of_steps
 
-from megajax.compiled.gpus import GPUS
 from megajax.config import load
 from megajax.job.banner import _batch
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla_options import SIDE_BY_SIDE, SIDE_BY_SIDE_IN_TICKS
+from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
+from megajax.processes.xla_options import SIDE_BY_SIDE, SIDE_BY_SIDE_IN_TICKS
 from megajax.training.check_compiler_options import default_options
 from megajax.training.gradients.accumulate import groups
 from megajax.training.program import Program
@@ -28,7 +27,7 @@ def test_two_at_a_time_have_the_numbers_of_one() -> None:
     program = build_program(llama(), TENSOR, microbatches=4)
     two = Program.of(program.cfg.but(batch=replace(program.cfg.batch, side_by_side=2)), program.mesh)
     assert program.mesh.size == 8 and program.microbatches == 4
-    assert losses(two) == losses(program)
+    assert losses_of_steps(two) == losses_of_steps(program)
 
 
 def test_the_banner_names_what_is_side_by_side() -> None:

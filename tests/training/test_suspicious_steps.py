@@ -13,17 +13,17 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.faults.config import ResilienceConfig
-from megajax.job.faults.watch import Watch
 from megajax.job.job import train
+from megajax.job.notebook import prepare
+from megajax.job.suspicious_steps import Watch
 from megajax.layers.param import ONES, ParamSpec
 from megajax.mesh.layer_metrics import Measure, Measured
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
-from megajax.training.guarded.faults import NumericFault, UnrepeatedFault
-from megajax.training.guarded.guard import Guard, SpikeRule
+from megajax.training.guarded.guard import Guard, NumericFault, SpikeRule, UnrepeatedFault
 from megajax.training.guarded.loop import run_guarded_steps
-from megajax.training.guarded.nonfinite import nonfinite_message
+from megajax.training.limits.nonfinite_gradients import nonfinite_message
 from megajax.training.program import Program
-from megajax.training.session import Parts, Run, prepare
+from megajax.training.session import Parts, Run
 from megajax.training.step_report import StepInfo
 
 STEPS = 7
@@ -49,7 +49,7 @@ class Pause:
         return step == self.step
 
     def __call__(self, run: Run, step: int) -> None:
-        assert run.step == step
+        assert run.steps_done == step
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def finished(parts: Parts, hooks=(), **settings) -> tuple[list[StepInfo], list]:
     for info in run_guarded_steps(run, STEPS, hooks, guard=guard):
         infos.append(info)
         watch(info)
-    assert run.step == STEPS
+    assert run.steps_done == STEPS
     assert int(run.state.consumed_samples) == 8 * STEPS
     assert int(run.state.skipped) == sum(info.skipped for info in infos)
     run.close()
@@ -286,7 +286,7 @@ def test_a_pause_or_a_resume_changes_no_limit(reference):
         ({"spike_window": 0}, "spike_window: must be at least 1"),
         ({"spike_factor": 2.0, "rerun": False}, "spike_action: accept with rerun=false"),
         ({"largest_norm": 0.0}, "largest_norm: must be above 0"),
-        ({"skip_steps": (0,)}, "skip_steps: steps count from 1"),
+        ({"skip_steps": (0,)}, "skip_steps.0: must be at least 1, got 0\n      steps count from 1"),
         ({"exit_after_steps": 0}, "exit_after_steps: must be above 0"),
         ({"exit_after_minutes": -1.0}, "exit_after_minutes: must be above 0"),
     ],

@@ -26,7 +26,6 @@ from tiny_runs import (
 )
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.compiled.hlo import Collective, read
 from megajax.config.errors import UserError
 from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
@@ -36,6 +35,7 @@ from megajax.layers.moe.config import MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.optim.config import AdamWConfig
+from megajax.planning.compiled.hlo import Collective, read
 from megajax.training.observations import updated_arrays
 
 TRAINED = ("*.mixer.query", "norm.gain")

@@ -16,10 +16,10 @@ from megajax.data.chat.config import PreferencesConfig
 from megajax.data.rows.splits import Rows
 from megajax.inference.assembly import engine_layout
 from megajax.inference.loaded_model import model_on_mesh
+from megajax.job.notebook import set_up
 from megajax.tokenizers.config import ByteTokenizerConfig
-from megajax.training.session import setup
+from megajax.tuning.rollout_rows import SampledAnswer
 from megajax.tuning.rollouts import RewardModel
-from megajax.tuning.rows import Answer
 
 DEBUG, GRPO = "dpo.py:reward_llama3_8b_debug", "grpo.py:debug"
 PAIRS = (
@@ -65,10 +65,12 @@ def test_choices_are_two_sequences_in_a_row(tmp_path: Path) -> None:
 def test_scores_are_those_of_the_model_and_the_loss_is_bradley_terry() -> None:
     """In one program for any number of answers, on tensor 2 x data 2."""
     words = ("model.sequence_length=32", "batch.global_size=2", "batch.micro_size=1")
-    run = setup(load(DEBUG, *words, devices=1), devices=jax.devices()[:1])
+    run = set_up(load(DEBUG, *words, devices=1), devices=jax.devices()[:1])
     draw = np.random.default_rng(0)
-    answers = [Answer((1, 2, *draw.integers(0, 200, n % 3)), (*draw.integers(0, 200, 1 + n % 4),), (), "", cut=False)
-               for n in range(37)]  # fmt: skip
+    answers = [
+        SampledAnswer((1, 2, *draw.integers(0, 200, n % 3)), (*draw.integers(0, 200, 1 + n % 4),), (), "", cut=False)
+        for n in range(37)
+    ]
     split: Any = run.parts.splits.train
     tokens, segments = (np.zeros((2, 2, 32), np.int32) for _ in range(2))
     for number in range(4):
@@ -79,7 +81,7 @@ def test_scores_are_those_of_the_model_and_the_loss_is_bradley_terry() -> None:
     cfg = run.cfg
     for count in (1, 4):
         layout = ("parallel.tensor=2", "parallel.data=2") if count == 4 else ()
-        other = setup(load(DEBUG, *words, *layout, devices=count), devices=jax.devices()[:count])
+        other = set_up(load(DEBUG, *words, *layout, devices=count), devices=jax.devices()[:count])
         parallel, mesh = engine_layout(other.mesh)
         weights = {path: np.asarray(x) for path, x in run.state.inputs.items()}
         placed = {path: jax.device_put(weights[path], x.sharding) for path, x in other.state.inputs.items()}

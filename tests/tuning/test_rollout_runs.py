@@ -16,8 +16,9 @@ from run_folder import timeless_steps
 
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.job import job
+from megajax.job.notebook import set_up
 from megajax.training.reference import UNRECORDED
-from megajax.training.session import setup
 from megajax.tuning.comparison import REMEDY
 
 SIZES = ("data.prompts=8", "data.answers=8", "data.passes=2", "batch.global_size=8", "batch.micro_size=2")
@@ -33,7 +34,8 @@ def reward(prompt, answer, row):
             calls.write("x")
         if os.path.getsize("calls") > 100:
             os.unlink("kill")
-            os.kill(os.getppid(), signal.SIGKILL)
+            with open(f"/proc/{os.getppid()}/stat") as guard:  # the run started it
+                os.kill(int(guard.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
     return float("0" <= answer <= "9") - len(answer.encode()) / 100
 '''
 
@@ -43,7 +45,7 @@ def steps(*settings: str, devices: int = 1, moved: float = 0.0, seed: int = 0) -
     """The numbers of each step of a run in this process. moved: change of each initial weight, relative to it; seed: of
     its signs."""
     cfg = load("grpo.py:debug", *SETTINGS, *settings, devices=devices)
-    run = setup(cfg, devices=jax.devices()[:devices])
+    run = set_up(cfg, devices=jax.devices()[:devices])
     try:
         if moved:
             draw, changed = np.random.default_rng(seed), {}
@@ -66,6 +68,22 @@ def train(folder: Path, run: str, *settings: str, program: tuple[str, ...] = ("-
     return subprocess.run(
         [*command, *flags], cwd=folder, env={**os.environ, "PYTHONPATH": root}, check=False
     ).returncode
+
+
+def test_the_last_box_has_the_reward_and_the_lengths_of_the_last_rollout(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last step trains on answers of an earlier one."""
+    cfg: Any = load(
+        "grpo.py:debug", *SETTINGS, "steps=2", f"run_dir={tmp_path}", "logging.plot=false", "batch.micro_size=1"
+    )
+    assert job.train(cfg) == 0
+    box = capfd.readouterr().out.partition("\ndone\n")[2]
+    lines = {" ".join(name): value for *name, value in map(str.split, filter(str.strip, box.splitlines()))}
+    first, second = timeless_steps(tmp_path).values()
+    assert "reward" not in second and "train loss" in lines
+    for name in ("reward", "answer tokens", "answers cut"):
+        assert float(lines[name]) == pytest.approx(first[name.replace(" ", "_")], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -99,7 +117,7 @@ def test_the_weights_of_the_reference_are_read_whole_or_not_at_all(tmp_path: Pat
 
     def keep(*settings: str, devices: int = 1) -> Any:
         cfg = load("grpo.py:debug", *SETTINGS, "model.objective.kl_weight=0.1", *settings, devices=devices)
-        run = setup(cfg, devices=jax.devices()[:devices])
+        run = set_up(cfg, devices=jax.devices()[:devices])
         run.close()
         return partial(run.batches.keep_reference, tmp_path), run.batches._reference
 

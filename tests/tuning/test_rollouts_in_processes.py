@@ -16,7 +16,7 @@ from megajax.config.errors import UserError
 from megajax.tuning.config import DigitSumsConfig
 from megajax.tuning.judging import Judge
 from megajax.tuning.prompts import PromptLine
-from megajax.tuning.rows import Answer
+from megajax.tuning.rollout_rows import SampledAnswer
 
 REWARDS = '''
 import os, signal, time
@@ -28,7 +28,8 @@ def reward(prompt, answer, row):
             calls.write("x")
         if os.path.getsize("calls") > 40:
             os.unlink("kill")
-            os.kill(os.getppid(), signal.SIGKILL)
+            with open(f"/proc/{os.getppid()}/stat") as guard:  # the run started it
+                os.kill(int(guard.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
     first = sum(answer.encode()[:1])
     if first % 32 == 5:
         os._exit(3)
@@ -125,8 +126,8 @@ def test_processes_share_rewards_and_failures(tmp_path: Path) -> None:
     cfg = DigitSumsConfig(rewards=(f"{tmp_path}/rewards.py:reward",), **settings)
     prompts = [PromptLine({"prompt": "1+1="}, (1,)), PromptLine({"prompt": "1+2="}, (2,))]
 
-    def answers(*texts: str) -> list[Answer]:
-        return [Answer((1,), (ord(text),), (-1.0,), text, cut=False) for text in texts]
+    def answers(*texts: str) -> list[SampledAnswer]:
+        return [SampledAnswer((1,), (ord(text),), (-1.0,), text, cut=False) for text in texts]
 
     def judged(peers: Any) -> Any:
         with pytest.raises(UserError, match=r"data.rewards: .*broken.py:reward: cannot be loaded"):

@@ -12,7 +12,7 @@ import pytest
 from run_folder import timeless_steps
 
 from megajax.config import load
-from megajax.training.session import setup
+from megajax.job.notebook import set_up
 from megajax.tuning.comparison import scores
 
 MIXTURE = (
@@ -40,7 +40,7 @@ def long_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
 
 def run_of(*settings: str, devices: int = 1) -> Any:
     cfg = load("grpo.py:debug", *settings, devices=devices)
-    return setup(cfg, devices=jax.devices()[:devices])
+    return set_up(cfg, devices=jax.devices()[:devices])
 
 
 @cache

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.splits import Rows
 from megajax.inference.request import Output, TokenScore
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.tuning.config import DigitSumsConfig, RolloutsConfig
+from megajax.tuning.rollout_rows import SampledAnswer, packed, rows_of, unpacked
 from megajax.tuning.rollouts import seed_of
-from megajax.tuning.rows import Answer, packed, rows_of, unpacked
 
 
 def output(*tokens: int, finish: Any = "stop") -> Output:
@@ -27,7 +28,11 @@ def test_answers_have_slots_in_rows() -> None:
 
     Old log-probabilities are those of the distribution that a token was drawn from.
     """
-    answers = [Answer.of((1, 2), output(3, 4)), Answer.of((5,), output(6)), Answer.of((7,), output(8, finish="error"))]
+    answers = [
+        SampledAnswer.of((1, 2), output(3, 4)),
+        SampledAnswer.of((5,), output(6)),
+        SampledAnswer.of((7,), output(8, finish="error")),
+    ]
     answers[1] = answers[1]._replace(advantage=0.5)
     block = rows_of(answers, slot=4, length=9)
     assert block["tokens"].tolist() == [[1, 2, 3, 0, 5, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0, 0, 0, 0]]
@@ -48,8 +53,8 @@ def test_answers_have_slots_in_rows() -> None:
 def test_experts_of_tokens_are_in_the_slots_of_their_answers() -> None:
     """Prompts included; the last token of an answer is no input, and has none."""
     experts = 1 + np.arange(24, dtype=np.int16).reshape(6, 2, 2)
-    first = Answer.of((1, 2), output(3, 4)._replace(experts=experts))
-    block = rows_of([first, Answer.of((5,), output(6))], slot=4, length=9, experts=(2, 2))
+    first = SampledAnswer.of((1, 2), output(3, 4)._replace(experts=experts))
+    block = rows_of([first, SampledAnswer.of((5,), output(6))], slot=4, length=9, experts=(2, 2))
     assert block["experts"].dtype == np.int16 and not block["experts"][:, 3:].any()
     np.testing.assert_array_equal(block["experts"][0, :3], experts[:3])
     np.testing.assert_array_equal(unpacked(packed(block))["experts"], block["experts"])
@@ -120,4 +125,4 @@ def test_bad_lines(tmp_path: Path, line: str, message: str) -> None:
     ],
 )
 def test_problems(changes: dict[str, Any], setting: str) -> None:
-    assert [problem.setting for problem in replace(DigitSumsConfig(), **changes).problems()] == [setting]
+    assert [problem.setting for problem in problems_of(replace(DigitSumsConfig(), **changes))] == [setting]

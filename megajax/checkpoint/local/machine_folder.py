@@ -3,7 +3,7 @@
 FOLDER/RUN/                 checkpoint.local.folder, and the name in the run's local.json
   run.json                  the shared checkpoints folder that it belongs to
   machine                   a random name written by the first process; processes that read the same name share a folder
-  process_K/STEP/           a set of process K; see shard_files.py
+  process_K/STEP/           a set of process K; see shard_set.py
 """
 
 import contextlib
@@ -17,13 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.shard_files import LocalSet
-from megajax.checkpoint.reader import say
+from megajax.checkpoint.local.shard_set import LocalSet
+from megajax.checkpoint.manifest import Damaged
 from megajax.checkpoint.step_folders import STEP
 from megajax.config.errors import UserError
 from megajax.config.read_limits import read_json
-from megajax.display.text import byte_size
+from megajax.display.text import byte_size, say
 from megajax.storage import disk
 from megajax.storage.disk import write_durably
 from megajax.storage.write_errors import write_fault
@@ -177,7 +176,7 @@ class LocalFolder:
                     say(f"removed the local checkpoint {path}: {error}")
                     self.delete(path)
                     continue
-                if self._history.includes(local_set.index.info.attempt, local_set.index.info.step):
+                if self._history.includes(local_set.info.attempt, local_set.info.step):
                     sets.append(local_set)
                 else:
                     self.delete(path)

@@ -1,11 +1,11 @@
 """Reading sets of local checkpoints from other processes over TCP.
 
 Every process serves its sets, read-only, to the processes of its run. A client authenticates with a secret that only
-these processes know: the server sends a nonce, the client its HMAC under the secret. A request names a set and a piece
-in it, never a file. Nothing is encrypted, like all other traffic of a run.
+these processes know: the server sends a nonce, the client its HMAC under the secret. A request names a set and a range
+of a file in its manifest. Nothing is encrypted, like all other traffic of a run.
 
     server: 32 bytes of nonce            client: HMAC-SHA256(secret, nonce)
-    client: length, JSON {"set": ..., "name": ..., "box": ...}, or without a name for set.json
+    client: length, JSON {"set": ..., "name": ..., "start": ..., "stop": ...}, with null for the file's end
     server: status, length, content; status 0: the content is an error message
 """
 
@@ -23,11 +23,13 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.shard_files import LocalSet, SetIndex, StoredShard, bounds_of, box_from
+from megajax.checkpoint.local.shard_set import LocalSet, SetInfo
+from megajax.checkpoint.manifest import MANIFEST, Damaged, manifest_text
+from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config.errors import UserError
-from megajax.mesh.processes.peers import Peers
-from megajax.mesh.processes.world import is_loopback, split_address
+from megajax.processes.peers import Peers
+from megajax.processes.world import is_loopback, split_address
+from megajax.storage.folders import ServedFolder, read_into
 
 TIMEOUT_SECONDS = 120.0
 """Timeout of a connection that neither sends nor receives."""
@@ -39,7 +41,7 @@ PAUSE_SECONDS = 0.1
 """Time until the next attempt to accept a connection, after one failed for lack of file descriptors or memory."""
 REQUEST_BYTES = 2**16
 ANSWER_BYTES = 2**30
-"""Maximum bytes of set.json and of an error message."""
+"""Maximum bytes of a manifest and of an error message."""
 _HEADER = struct.Struct(">BQ")
 _LENGTH = struct.Struct(">I")
 
@@ -141,12 +143,17 @@ class SetServer:
         available = self._offered(request["set"])
         if available is None:
             raise Damaged(f"this process has no set {request['set']}")
-        if request.get("name") is None:
-            return available.index.to_json().encode()
-        piece = available.index.pieces.get((request["name"], box_from(request["box"])))
-        if piece is None:
-            raise Damaged(f"set {request['set']} of this process has no {request['name']} {request['box']}")
-        return available.content(piece)
+        entries = available.arrays.files.entries
+        name, start, stop = request["name"], request["start"], request["stop"]
+        if (name, start, stop) == (MANIFEST, 0, None):
+            return manifest_text(entries).encode()
+        if name not in entries or not 0 <= start <= stop <= entries[name]["bytes"]:
+            raise Damaged(f"set {request['set']} of this process has no bytes {start} to {stop} of {name}")
+        content = np.empty(stop - start, np.uint8)
+        try:
+            return content[: read_into(available.path, name, content, start)]
+        except OSError as error:
+            raise Damaged(f"{name}: {error.strerror}") from None
 
     def close(self) -> None:
         self._closed.set()
@@ -165,43 +172,48 @@ class _Hello(NamedTuple):
     deadline: float
 
 
-class RemoteSet:
+class RemoteSet(ServedFolder):
     """A set that another process serves, for reading; the counterpart of `LocalSet`. Use it as a context manager."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, set_id: str):
         """Raises ConnectionError if the process does not answer, Damaged if it does not have the set."""
         self._set, self._exclusive = set_id, threading.Lock()
-        self._address = f"{address[0]}:{address[1]}"
+        self.name = f"{address[0]}:{address[1]}"
         try:
             self._connection = socket.create_connection(address, timeout=TIMEOUT_SECONDS)
             self._connection.sendall(_proof(secret, _receive(self._connection, 32)))
         except (OSError, EOFError) as error:
-            raise ConnectionError(f"no connection to {self._address}: {error}") from error
-        self.index = SetIndex.from_json(self._request().decode())
+            raise ConnectionError(f"no connection to {self.name}: {error}") from error
+        self.arrays = StoredArrays(self)
 
-    def read(self, piece: StoredShard) -> np.ndarray:
-        """The values of a piece. Raises ConnectionError or Damaged."""
-        return piece.array(self.content(piece))
+    @property
+    def info(self) -> SetInfo:
+        """The metadata of a finished set. Raises Damaged, ConnectionError."""
+        return SetInfo.read(self.arrays)
 
-    def content(self, piece: StoredShard) -> bytearray:
-        """The bytes of a piece, without verification of their SHA-256."""
-        return self._request(max(piece.bytes, REQUEST_BYTES), name=piece.name, box=bounds_of(piece.box))
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """A range of a file, without verification of its SHA-256. Raises ConnectionError, Damaged."""
+        most = ANSWER_BYTES if stop is None else max(stop - start, REQUEST_BYTES)
+        content = self._request(most, name=name, start=start, stop=stop)
+        if stop is not None and len(content) < stop - start:
+            raise ValueError(f"{name} is shorter")
+        return content
 
-    def _request(self, most: int = ANSWER_BYTES, **request: Any) -> bytearray:
+    def _request(self, most: int, **request: object) -> bytes:
         """The answer, of at most `most` bytes: after a restart, another program may have the port of a process."""
         body = json.dumps({"set": self._set, **request}).encode()
         try:
-            with self._exclusive:  # threads read pieces at the same time
+            with self._exclusive:  # threads read at the same time
                 self._connection.sendall(_LENGTH.pack(len(body)) + body)
                 status, size = _HEADER.unpack(_receive(self._connection, _HEADER.size))
                 if size > most:
                     raise EOFError(f"it sends {size} bytes, at most {most} were expected")
                 content = _receive(self._connection, size)
         except (OSError, EOFError) as error:
-            raise ConnectionError(f"{self._address} does not answer: {error}") from error
+            raise ConnectionError(f"{self.name} does not answer: {error}") from error
         if not status:
-            raise Damaged(f"{self._address}: {content.decode(errors='replace')}")
-        return content
+            raise Damaged(f"{self.name}: {content.decode(errors='replace')}")
+        return bytes(content)
 
     def __enter__(self) -> Self:
         return self

@@ -1,26 +1,28 @@
 """The config of conversations."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from megajax.config.bounds import Bounds, Count
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText, StoredText
-from megajax.data.rows.config import LoaderConfig, at_least, paths_problems, split_problems
+from megajax.config.paths_and_store_urls import PathText, StoredText
+from megajax.data.rows.config import LoaderConfig, Split, paths_problems
 from megajax.data.text.config import text_leaves
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatConfig(Builds):
     """Conversations for supervised fine-tuning (SFT), packed into rows.
 
     Files of JSON lines, each {"messages": [{"role": "user", "content": "…"}, …]} or
     {"conversations": [{"from": "human", "value": "…"}, …]}. Conversations of one row do not attend to each other.
 
-    Example: `mj.ChatConfig(paths=("data/chats.jsonl",), split="98,2,0", template="chatml")`
+    Example: `mj.ChatConfig(paths=("data/chats.jsonl",), split="98,2,0")`
     """
 
     target: ClassVar[str] = "megajax.data.chat.rows:build_splits"
+    has_messages: ClassVar[bool] = True
 
     paths: tuple[StoredText, ...] = ()
     """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
@@ -30,11 +32,12 @@ class ChatConfig(Builds):
     """Files of validation data only."""
     test_paths: tuple[StoredText, ...] = ()
     """Files of test data only."""
-    split: str = "969,30,1"
+    split: Split = "969,30,1"
     """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
-    template: PathText = "plain"
-    """Renders conversations as text: a Jinja2 template, a file with one (also a tokenizer_config.json), or a name:
-    plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2."""
+    template: PathText | None = None
+    """Renders conversations as text: a Jinja2 template, a file with one (also a tokenizer_config.json), a model's
+    folder, or a name: plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2. none: the template in the folder
+    of the run's tokenizer, or plain if it has none."""
     end_token: Literal["append", "template"] = "append"
     """append: a conversation ends with the end-of-document token, which is added unless the template ends with it.
     template: only what the template renders, as in Megatron-LM."""
@@ -56,7 +59,7 @@ class ChatConfig(Builds):
     belongs to the last conversation, as in Megatron-LM."""
     cut_long: bool = False
     """Cut a line that is longer than a row; false: an invalid line, see `on_error`."""
-    pad_multiple: int = 1
+    pad_multiple: Count = 1
     """Pad each conversation to a multiple of this many tokens."""
     pad_token: str | None = None
     """Token for padding; none: the tokenizer's pad token, or else its end-of-document token."""
@@ -76,9 +79,12 @@ class ChatConfig(Builds):
         """The leaves of a row, name -> dtype."""
         return text_leaves(isolated=True)
 
+    def needed_packages(self) -> dict[str, str]:
+        """See Builds."""
+        return {"": "jinja2"}
+
     def problems(self) -> list[Problem]:
-        problems = split_problems(self.split) + at_least("pad_multiple", self.pad_multiple, 1)
-        return problems + paths_problems(self, "file", "set data.paths=FILE.jsonl")
+        return paths_problems(self, "file", "set data.paths=FILE.jsonl")
 
 
 def preference_leaves(answers: str) -> dict[str, str]:
@@ -88,7 +94,7 @@ def preference_leaves(answers: str) -> dict[str, str]:
     return {**text_leaves(isolated=True), answers: "int32", "reference": "float32"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PreferencesConfig(Builds):
     """Answers that were preferred to others, or judged good or bad, packed into rows.
 
@@ -96,10 +102,11 @@ class PreferencesConfig(Builds):
     "completion": …, "label": true}. Prompts and answers are texts, or lists of messages as in ChatConfig; without a
     prompt, chosen and rejected are two conversations that begin alike. Answers of one row do not attend to each other.
 
-    Example: `mj.PreferencesConfig(paths=("data/preferences.jsonl",), split="98,2,0", template="chatml")`
+    Example: `mj.PreferencesConfig(paths=("data/preferences.jsonl",), split="98,2,0")`
     """
 
     target: ClassVar[str] = "megajax.data.chat.preferences:build_splits"
+    has_messages: ClassVar[bool] = True
     loss: ClassVar[Literal["answers"]] = "answers"
     cut_long: ClassVar[bool] = False
     mask_pad: ClassVar[bool] = False
@@ -115,13 +122,13 @@ class PreferencesConfig(Builds):
     """Files of validation data only."""
     test_paths: tuple[StoredText, ...] = ()
     """Files of test data only."""
-    split: str = "969,30,1"
+    split: Split = "969,30,1"
     """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
     answers: Literal["pairs", "judged", "choices"] = "pairs"
     """pairs: each line has a chosen and a rejected answer, for DPO, ORPO and SimPO. judged: single answers that are
     good or bad, for KTO; a line with a pair counts as two. choices: a row for each pair, of two sequences with the
     chosen one first, for a reward model with ChoiceHeadConfig(choices=2)."""
-    template: PathText = "plain"
+    template: PathText | None = None
     """Renders messages as text, as in ChatConfig."""
     end_token: Literal["append", "template"] = "append"
     """append: an answer ends with the end-of-document token, which is added unless the template ends with it. template:
@@ -151,7 +158,7 @@ class PreferencesConfig(Builds):
         return preference_leaves(self.answers)
 
     def problems(self) -> list[Problem]:
-        problems = split_problems(self.split) + paths_problems(self, "file", "set data.paths=FILE.jsonl")
+        problems = paths_problems(self, "file", "set data.paths=FILE.jsonl")
         if self.answers == "choices" and self.packing != "best_fit":
             problems.append(
                 Problem("packing", "has no effect on choices, which have rows of their own", "leave it out")
@@ -159,7 +166,7 @@ class PreferencesConfig(Builds):
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockPreferencesConfig(Builds):
     """Synthetic preferences for the byte tokenizer: of two orders of the digits of a number, the ascending one.
 
@@ -168,11 +175,11 @@ class MockPreferencesConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.chat.preferences:build_mock_splits"
 
-    lines: int = 4000
+    lines: Annotated[int, Bounds(at_least=2)] = 4000
     """Number of pairs, or of judged answers."""
     answers: Literal["pairs", "judged", "choices"] = "pairs"
     """Kind of lines, as in PreferencesConfig."""
-    split: str = "90,10,0"
+    split: Split = "90,10,0"
     """Shares of training, validation and test, by number of lines."""
     reference_dir: PathText | None = None
     """Folder for the log-probabilities of the reference model, as in PreferencesConfig."""
@@ -186,6 +193,3 @@ class MockPreferencesConfig(Builds):
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
         return preference_leaves(self.answers)
-
-    def problems(self) -> list[Problem]:
-        return split_problems(self.split) + at_least("lines", self.lines, 2)

@@ -17,15 +17,22 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.data.chat.config import MockPreferencesConfig, PreferencesConfig
-from megajax.data.chat.files import REASONS as CHAT_REASONS
-from megajax.data.chat.files import BadLine, Conversations, Document, Message, Reader, normalized_message
 from megajax.data.chat.rows import ChatBuilder, ChatRows
+from megajax.data.chat.tokenized_conversations import REASONS as CHAT_REASONS
+from megajax.data.chat.tokenized_conversations import (
+    BadLine,
+    ConversationReader,
+    Conversations,
+    Document,
+    Message,
+    normalized_message,
+)
 from megajax.data.rows.packing import best_fit
 from megajax.data.rows.row_source import data_seed
 from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, atomic_write, index_folder
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import Part
+from megajax.tokenizers.chat_template import TextPiece
 
 NO_REJECTED, EQUAL = "no rejected answer", "equal answers"
 REASONS = (*CHAT_REASONS, NO_REJECTED, EQUAL)
@@ -49,8 +56,8 @@ class Judged(NamedTuple):
     good: bool
 
 
-class PairReader(Reader):
-    """Reads pairs of answers; see `Reader`."""
+class PairReader(ConversationReader):
+    """Reads pairs of answers; see `ConversationReader`."""
 
     kind, reasons = "pairs of answers with other tokens", REASONS
     example = '{"prompt": "…", "chosen": "…", "rejected": "…"}'
@@ -62,10 +69,10 @@ class PairReader(Reader):
             raise BadLine(EQUAL, "the chosen and the rejected answer have equal tokens")
         return pair
 
-    def document(self, prompt: Text, answer: Text, tools: Any) -> Document:
+    def document(self, prompt: Text, answer: Text, tools: object) -> Document:
         """A prompt and an answer, whose tokens alone have a weight. Raises BadLine for an answer without tokens."""
         if isinstance(prompt, str) or isinstance(answer, str):
-            ids, weights = self.ended([Part(str(prompt), 0), Part(str(answer), 1)], 1)
+            ids, weights = self.ended([TextPiece(str(prompt), 0), TextPiece(str(answer), 1)], 1)
         else:
             before, after = ([{**m, "weight": w} for m in part] for part, w in ((prompt, 0), (answer, 1)))
             ids, weights = self.conversation([*before, *after], tools)
@@ -186,7 +193,7 @@ def judged(record: Mapping[str, Any], name: str, good: bool) -> Judged:
     return Judged(str(prompt), answer, good)
 
 
-def messages_of(value: Any, name: str) -> list[Message]:
+def messages_of(value: object, name: str) -> list[Message]:
     """A list of messages. Raises BadLine for something else, and for an answer without a message of the assistant."""
     if not isinstance(value, list) or not value:
         raise BadLine(UNREADABLE, f"{name} is a {type(value).__name__}, not a list of messages")

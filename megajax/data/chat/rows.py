@@ -5,20 +5,19 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.data.chat.choose_template import template_of
 from megajax.data.chat.config import ChatConfig, PreferencesConfig
-from megajax.data.chat.files import Conversations, Reader
+from megajax.data.chat.tokenized_conversations import ConversationReader, Conversations
 from megajax.data.rows.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.row_source import ORDER_SAMPLE, check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, config_paths, parse_split, split_bounds
 from megajax.storage.index_cache import index_folder
 from megajax.tokenizers.base import Tokenizer, token_id
-from megajax.tokenizers.chat_template import ChatTemplate
 
 TOO_LONG = "longer than a row"
 NO_WEIGHT = "nothing to learn"
@@ -170,7 +169,7 @@ class ChatBuilder:
         cutting: advice for long lines, part of a message.
     """
 
-    reader_class: type[Reader] = Reader
+    reader_class: type[ConversationReader] = ConversationReader
     rows_class: type[ChatRows] = ChatRows
     cutting = "cut such lines with data.cut_long=true, "
 
@@ -182,7 +181,7 @@ class ChatBuilder:
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
         if config.pad_token is not None:
             self.pad = token_id(tokenizer, config.pad_token, "data.pad_token")
-        template, as_written = ChatTemplate(config.template), config.end_token == "template"
+        template, as_written = template_of(config), config.end_token == "template"
         if config.loss == "answers" and (header := template.learned_header()):
             warnings.warn(
                 f"data.template: the model learns {header!r} before each answer, because the template writes no header "
@@ -206,8 +205,8 @@ class ChatBuilder:
         """Row sources for the splits that a run requests; None for the others.
 
         Raises:
-            UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row or has no
-                label of nonzero weight.
+            UserError: as `ConversationReader.read`; a requested split without a line; a line that is longer than a row
+                or has no label of nonzero weight.
         """
         config = self.config
         conversations, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
@@ -287,7 +286,7 @@ class ChatBuilder:
         )  # fmt: skip
 
 
-def build_splits(config: ChatConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+def build_splits(config: ChatConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of conversations for the splits that a run requests; see `ChatBuilder.splits`."""
     length = schema["tokens"].positions()
     return ChatBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).splits(rows)

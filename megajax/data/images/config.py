@@ -1,16 +1,20 @@
 """Configs of images with labels: a class for each image or for each pixel."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from megajax.config.bounds import Bounds, NotEmpty, Share
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
-from megajax.data.rows.config import LoaderConfig, between, paths_problems, split_problems
+from megajax.config.paths_and_store_urls import PathText
+from megajax.data.rows.config import LoaderConfig, Split, paths_problems
 
 MOST_PIXELS = 178_956_970
 """Limit of Pillow itself."""
 PATHS_HINT = "set data.paths, or data.train_paths"
+
+type Mixup = Annotated[float, Bounds(at_least=0, at_most=100)]
+type Centre = Annotated[float, Bounds(at_least=0.01, at_most=1)]
 
 
 def labelled_leaves(mixup: float = 0.0) -> dict[str, str]:
@@ -26,7 +30,7 @@ def range_problems(setting: str, bounds: tuple[float, float], most: float) -> li
     return [Problem(setting, f"must be two numbers with 0 < low <= high <= {most:g}, got {bounds[0]:g}, {bounds[1]:g}")]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
     """Random crops of training images, resized to the model's size (Szegedy et al. 2014), flips and colours.
 
@@ -37,21 +41,20 @@ class AugmentConfig:
     """Least and largest share of the image's area."""
     ratio: tuple[float, float] = (0.75, 4 / 3)
     """Least and largest ratio of width to height of the crop, before it is resized."""
-    flip: float = 0.5
+    flip: Share = 0.5
     """Probability of mirroring left and right."""
-    colour: float = 0.0
+    colour: Share = 0.0
     """Brightness, contrast and saturation are each multiplied by a random factor from 1 - colour to 1 + colour."""
 
     def problems(self) -> list[Problem]:
-        ranges = range_problems("area", self.area, 1) + range_problems("ratio", self.ratio, 100)
-        return ranges + between("flip", self.flip, 0, 1) + between("colour", self.colour, 0, 1)
+        return range_problems("area", self.area, 1) + range_problems("ratio", self.ratio, 100)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ImagesConfig(Builds):
     """The common settings of image data."""
 
-    maximum_pixels: int = 50_000_000
+    maximum_pixels: Annotated[int, Bounds(at_least=1, at_most=MOST_PIXELS)] = 50_000_000
     """Images with more pixels are an error, raised before they are decoded."""
     on_error: Literal["stop", "skip"] = "stop"
     """What happens when an image or its label cannot be read: stop, or use the next image and count the row."""
@@ -61,19 +64,20 @@ class ImagesConfig(Builds):
     loader: LoaderConfig = field(default_factory=lambda: LoaderConfig(threads=8, prefetch=8))
     """How rows are read ahead."""
 
-    def problems(self) -> list[Problem]:
-        return between("maximum_pixels", self.maximum_pixels, 1, MOST_PIXELS)
+    def needed_packages(self) -> dict[str, str]:
+        """See Builds."""
+        return {"": "PIL"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassImagesConfig(ImagesConfig):
     """The common settings of images with one class each."""
 
     augment: AugmentConfig | None = field(default_factory=AugmentConfig)
     """Changes of training images; none: they are cropped as for evaluation."""
-    centre: float = 0.875
+    centre: Centre = 0.875
     """Side of the centre crop for evaluation, as a share of the shorter side of the image."""
-    mixup: float = 0.0
+    mixup: Mixup = 0.0
     """Parameter α of Beta(α, α), from which the share of the first of two mixed training images is drawn (Zhang et al.
     2017); 0: images are not mixed."""
 
@@ -81,31 +85,24 @@ class ClassImagesConfig(ImagesConfig):
         """The leaves of a row, name -> dtype."""
         return labelled_leaves(self.mixup)
 
-    def problems(self) -> list[Problem]:
-        problems = ImagesConfig.problems(self) + between("mixup", self.mixup, 0, 100)
-        return problems + between("centre", self.centre, 0.01, 1)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassFoldersConfig(ClassImagesConfig):
     """Images in a folder for each class.
 
     Example: `mj.ClassFoldersConfig(path="data/imagenet", augment=mj.AugmentConfig(), mixup=0.2)`
     """
 
-    target: ClassVar[str] = "megajax.data.images.folders:build_classes"
+    target: ClassVar[str] = "megajax.data.images.class_and_mask_folders:build_classes"
 
     path: PathText
     """Folder with train/, val/ and optionally test/, each with a folder for each class; or the folder of the classes
     itself, which is then split."""
-    split: str = "90,10,0"
+    split: Split = "90,10,0"
     """Shares of training, validation and test in each class, if `path` has no train/."""
 
-    def problems(self) -> list[Problem]:
-        return ClassImagesConfig.problems(self) + split_problems(self.split)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageShardsConfig(ClassImagesConfig):
     """Images with classes in tar files, laid out as in webdataset: NAME.jpg and NAME.cls or NAME.json are a sample.
 
@@ -123,7 +120,7 @@ class ImageShardsConfig(ClassImagesConfig):
     """Tar files of validation data."""
     test_paths: tuple[PathText, ...] = ()
     """Tar files of test data."""
-    split: str = "90,10,0"
+    split: Split = "90,10,0"
     """Shares of training, validation and test in each class of `paths`."""
     label: str = "label"
     """Key of the class in .json files."""
@@ -131,41 +128,36 @@ class ImageShardsConfig(ClassImagesConfig):
     """Folder for the index of the tar files; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:
-        return ClassImagesConfig.problems(self) + split_problems(self.split) + paths_problems(self, "files", PATHS_HINT)
+        return paths_problems(self, "files", PATHS_HINT)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MaskFoldersConfig(ImagesConfig):
     """Images with a class for each pixel: images/NAME.jpg and masks/NAME.png, whose values are classes.
 
     Example: `mj.MaskFoldersConfig(path="data/scenes", split="90,10")`
     """
 
-    target: ClassVar[str] = "megajax.data.images.folders:build_masks"
+    target: ClassVar[str] = "megajax.data.images.class_and_mask_folders:build_masks"
 
     path: PathText
     """Folder with train/, val/ and optionally test/, each with images/ and masks/; or the folder of images/ and masks/
     itself, which is then split."""
-    split: str = "90,10,0"
+    split: Split = "90,10,0"
     """Shares of training, validation and test, if `path` has no train/."""
     augment: AugmentConfig | None = field(default_factory=AugmentConfig)
     """Changes of training images and their masks; none: they are cropped as for evaluation."""
-    centre: float = 1.0
+    centre: Centre = 1.0
     """Side of the centre crop for evaluation, as a share of the shorter side of the image."""
-    classes: int | None = None
+    classes: Annotated[int | None, Bounds(at_least=1, at_most=255)] = None
     """Number of classes: a mask with a larger value, other than 255, is an error; none: not checked."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
         return labelled_leaves()
 
-    def problems(self) -> list[Problem]:
-        problems = ImagesConfig.problems(self) + between("centre", self.centre, 0.01, 1)
-        problems += between("classes", self.classes, 1, 255) if self.classes is not None else []
-        return problems + split_problems(self.split)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockImagesConfig(Builds):
     """Synthetic noisy stripes; the class of an image is their direction. For tests, and to measure speed.
 
@@ -174,7 +166,7 @@ class MockImagesConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.images.mock:build_classes"
 
-    mixup: float = 0.0
+    mixup: Mixup = 0.0
     """Mix training images, as in ClassFoldersConfig."""
     seed: int | None = None
     """Seed for the images; none: the run's seed."""
@@ -185,11 +177,8 @@ class MockImagesConfig(Builds):
         """The leaves of a row, name -> dtype."""
         return labelled_leaves(self.mixup)
 
-    def problems(self) -> list[Problem]:
-        return between("mixup", self.mixup, 0, 100)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockMasksConfig(Builds):
     """Synthetic images of a colored rectangle on grey; the class of a pixel is its color, 0 for the background.
 
@@ -198,7 +187,7 @@ class MockMasksConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.images.mock:build_masks"
 
-    classes: int = 10
+    classes: Annotated[int, Bounds(at_least=2, at_most=255)] = 10
     """Number of classes, including the background."""
     seed: int | None = None
     """Seed for the images; none: the run's seed."""
@@ -209,15 +198,12 @@ class MockMasksConfig(Builds):
         """The leaves of a row, name -> dtype."""
         return labelled_leaves()
 
-    def problems(self) -> list[Problem]:
-        return between("classes", self.classes, 2, 255)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageTextRowsConfig(ImagesConfig):
     """The common settings of rows of text with images. The loss is on captions and answers."""
 
-    tiles: int = 1
+    tiles: Annotated[int, Bounds(at_least=1, at_most=256)] = 1
     """Maximum number of tiles that an image is cut into, in the grid that best fits its shape, each of the size of the
     model's images; several tiles are followed by a small copy of the image (Chen et al. 2024, InternVL 1.5)."""
     fit: Literal["pad", "crop", "stretch"] = "pad"
@@ -235,11 +221,8 @@ class ImageTextRowsConfig(ImagesConfig):
         text = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
         return text | {"padding": "bool", "images": "uint8", "grids": "int32"}
 
-    def problems(self) -> list[Problem]:
-        return ImagesConfig.problems(self) + between("tiles", self.tiles, 1, 256)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageTextConfig(ImageTextRowsConfig):
     """JSON lines of images with captions or conversations. Long text is cut at the end of the row.
 
@@ -251,6 +234,7 @@ class ImageTextConfig(ImageTextRowsConfig):
     """
 
     target: ClassVar[str] = "megajax.data.images.image_text:build_splits"
+    has_messages: ClassVar[bool] = True
 
     paths: tuple[PathText, ...] = ()
     """Files of JSON lines, which are split."""
@@ -260,25 +244,22 @@ class ImageTextConfig(ImageTextRowsConfig):
     """Files of validation data only."""
     test_paths: tuple[PathText, ...] = ()
     """Files of test data only."""
-    split: str = "98,2,0"
+    split: Split = "98,2,0"
     """Shares of training, validation and test, by number of lines of `paths`."""
     image_folder: PathText | None = None
     """Folder of relative image paths; none: the folder of the file with the lines."""
-    marker: str = "<image>"
+    marker: Annotated[str, NotEmpty("use <image>")] = "<image>"
     """Placeholder of an image in messages; without any, the images precede the first message of the user."""
-    template: PathText = "plain"
+    template: PathText | None = None
     """Renders conversations as text, as in ChatConfig."""
     cache_dir: PathText | None = None
     """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:
-        problems = (
-            ImageTextRowsConfig.problems(self) + split_problems(self.split) + paths_problems(self, "files", PATHS_HINT)
-        )
-        return problems + ([] if self.marker else [Problem("marker", "is empty", "use <image>")])
+        return paths_problems(self, "files", PATHS_HINT)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockCaptionsConfig(ImageTextRowsConfig):
     """Synthetic images of a colored shape with captions such as "a red disc".
 
@@ -287,8 +268,5 @@ class MockCaptionsConfig(ImageTextRowsConfig):
 
     target: ClassVar[str] = "megajax.data.images.mock:build_captions"
 
-    images: int = 1
+    images: Annotated[int, Bounds(at_least=1, at_most=10)] = 1
     """Maximum number of images in a row: "a red disc and a blue square"."""
-
-    def problems(self) -> list[Problem]:
-        return ImageTextRowsConfig.problems(self) + between("images", self.images, 1, 10)

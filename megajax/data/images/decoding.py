@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.config.optional_packages import require
 from megajax.data.rows.shuffled_items import UnreadableItem
-from megajax.storage.reading import is_transient
+from megajax.storage.retried_reads import is_transient
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Supported formats. Pillow's other formats start external programs or are not used for training."""

@@ -11,16 +11,18 @@ import numpy as np
 from megajax.batch import Patches, Schema
 from megajax.config.errors import UserError
 from megajax.config.read_limits import json_fault
-from megajax.data.chat.files import BadLine, conversations_of
+from megajax.data.chat.choose_template import template_of
+from megajax.data.chat.tokenized_conversations import BadLine, conversations_of
+from megajax.data.images.class_and_mask_rows import image_size
 from megajax.data.images.config import ImageTextConfig, ImageTextRowsConfig
 from megajax.data.images.decoding import Picture, StoredPicture, is_compressed, read_at, read_bounded
-from megajax.data.images.labelled import image_size
 from megajax.data.images.transforms import affordable_tiles, fit_image, patch_image, tile_image
-from megajax.data.progress_line import Progress
-from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, RowOrder, UnreadableItem, splits_from_paths
+from megajax.data.progress_line import FileProgress
+from megajax.data.rows.shuffled_items import ItemRows, Items, MakeRows, ShuffledOrder, UnreadableItem, splits_from_paths
 from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build
-from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.chat_template import TemplateMisfit, TextPiece
 from megajax.tokenizers.conversation import IMAGE as PLACE
 from megajax.tokenizers.conversation import Conversation, MarkedText
 
@@ -125,11 +127,11 @@ class Sample(NamedTuple):
     """Text with images. The loss is on answers and on the end-of-document token, which follows the text."""
 
     pictures: Sequence[Picture]
-    pieces: Sequence[Part | None]
+    pieces: Sequence[TextPiece | None]
     """The text; IMAGE stands for the images, in their order."""
 
 
-class Samples(Items, Protocol):
+class ImageTextSamples(Items, Protocol):
     """Text with images, by number."""
 
     def sample(self, item: int, generator: np.random.Generator) -> Sample:
@@ -155,16 +157,14 @@ class TextWriter(NamedTuple):
         for is_image, run in groupby(sample.pieces, key=lambda piece: piece is IMAGE):
             if not is_image:
                 texts = [piece for piece in run if piece is not IMAGE]
-                parts.append(self.texts.tokenize(texts, next_marker=True))
+                parts.append(self.texts.tokenize(texts, next_marker=True, follows=bool(parts)))
                 if (parts[-1][0] == self.image_token).any():
                     raise UnreadableItem("image marker without image", "its text has the image token")
                 continue
             for _ in run:
                 image = np.full(next(waiting), self.image_token, np.int32)
-                before, after = (
-                    self.texts.tokenizer.encode(text) if text else image[:0] for text in (self.before, self.after)
-                )
-                tokens = np.concatenate([before, image, after])
+                before = self.texts.encode(self.before, follows=bool(parts))
+                tokens = np.array([*before, *image, *self.texts.encode(self.after, follows=True)], np.int32)
                 parts.append((tokens, np.zeros(len(tokens), np.float32)))
         eod = self.texts.tokenizer.eod
         if not len(parts[-1][0]) or parts[-1][0][-1] != eod:
@@ -186,7 +186,7 @@ class TextWriter(NamedTuple):
         return tokens[: room + 1], weights[: room + 1]
 
 
-class ImageTextRows(ItemRows[Samples]):
+class ImageTextRows(ItemRows[ImageTextSamples]):
     """Rows of text with images.
 
     tokens: int32 [S]; an image or tile is as many image tokens as it has positions, in their order. Padding is 0.
@@ -197,7 +197,9 @@ class ImageTextRows(ItemRows[Samples]):
     images, and more: see `RowImages`.
     """
 
-    def __init__(self, items: Samples, order: RowOrder, *, length: int, images: RowImages, writer: TextWriter):
+    def __init__(
+        self, items: ImageTextSamples, order: ShuffledOrder, *, length: int, images: RowImages, writer: TextWriter
+    ):
         super().__init__(items, order)
         self.length, self.images, self.writer = length, images, writer
 
@@ -211,7 +213,7 @@ class ImageTextRows(ItemRows[Samples]):
         return row | {"positions": index, "padding": index >= len(tokens)}
 
 
-def image_text_rows(config: ImageTextRowsConfig, *, tokenizer: Any, schema: Schema, seed: int) -> MakeRows:
+def image_text_rows(config: ImageTextRowsConfig, *, tokenizer: Tokenizer, schema: Schema, seed: int) -> MakeRows:
     """A function (samples, position of the split, number of rows) -> rows, according to the config.
 
     Raises:
@@ -235,8 +237,8 @@ def image_text_rows(config: ImageTextRowsConfig, *, tokenizer: Any, schema: Sche
         )
     writer = TextWriter(MarkedText(tokenizer, names_are_text=False), token, config.before, config.after)
 
-    def make(items: Any, position: int, row_count: int | None) -> ImageTextRows:
-        order = RowOrder.of(config, row_count, seed, position)
+    def make(items: ImageTextSamples, position: int, row_count: int | None) -> ImageTextRows:
+        order = ShuffledOrder.of(config, row_count, seed, position)
         return ImageTextRows(items, order, length=length, images=images, writer=writer)
 
     return make
@@ -244,7 +246,7 @@ def image_text_rows(config: ImageTextRowsConfig, *, tokenizer: Any, schema: Sche
 
 def caption_sample(pictures: Sequence[Picture], prompt: str, caption: str) -> Sample:
     """Images, the prompt, and the caption, which alone has a loss."""
-    return Sample(pictures, [*[IMAGE] * len(pictures), Part(prompt, 0), Part(caption, 1)])
+    return Sample(pictures, [*[IMAGE] * len(pictures), TextPiece(prompt, 0), TextPiece(caption, 1)])
 
 
 NO_VIDEO = "a line with a video: models read images alone"
@@ -352,7 +354,9 @@ def _with_markers(line: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
     return {"image": sources, **line, "messages": messages} if sources or messages != (listed or []) else line
 
 
-def _conversation(line: Mapping[str, Any], images: int, conversation: Conversation, marker: str) -> list[Part | None]:
+def _conversation(
+    line: Mapping[str, Any], images: int, conversation: Conversation, marker: str
+) -> list[TextPiece | None]:
     """The text of a conversation, with IMAGE in place of each marker. Raises UnreadableItem."""
     try:
         (messages,) = conversations_of(line, demand_answers=True)
@@ -365,13 +369,13 @@ def _conversation(line: Mapping[str, Any], images: int, conversation: Conversati
         raise UnreadableItem(error.reason, str(error)) from error
     except TemplateMisfit as error:
         raise UnreadableItem("refused by the template", str(error)) from error
-    pieces: list[Part | None] = []
+    pieces: list[TextPiece | None] = []
     for part in parts:
         texts = part.text.split(PLACE)
         if part.weight and len(texts) > 1:
             raise UnreadableItem("image marker without image", f"an answer has {marker}")
         for place, text in enumerate(texts):
-            pieces += [*[IMAGE] * (place > 0), Part(text, part.weight)]
+            pieces += [*[IMAGE] * (place > 0), TextPiece(text, part.weight)]
     places = sum(piece is IMAGE for piece in pieces)
     if places != images:
         reason = "image marker without image" if places > images else "image without a marker"
@@ -393,7 +397,7 @@ def build_index(paths: Sequence[Path]) -> Arrays:
     """The fields of `Lines`."""
     parts: list[list[np.ndarray]] = [[], [], [], []]
     total, indexed_bytes = sum(path.stat().st_size for path in paths), 0
-    progress = Progress("bytes", f"indexing {len(paths)} files of JSON lines")
+    progress = FileProgress("bytes", f"indexing {len(paths)} files of JSON lines")
     for number, path in enumerate(paths):
         newlines = [np.array([-1], np.int64)]
         place = 0
@@ -413,7 +417,7 @@ def build_index(paths: Sequence[Path]) -> Arrays:
     return Lines(*map(np.concatenate, parts))._asdict()
 
 
-def open_lines(config: ImageTextConfig, tokenizer: Any, names: Sequence[str]) -> ImageTextLines:
+def open_lines(config: ImageTextConfig, tokenizer: Tokenizer, names: Sequence[str]) -> ImageTextLines:
     """The lines of files. Their index is cached under the files' names, sizes and dates.
 
     Raises UserError: no such file, an empty file, or a JSON list instead of lines.
@@ -437,13 +441,13 @@ def open_lines(config: ImageTextConfig, tokenizer: Any, names: Sequence[str]) ->
     if not len(lines.sizes):
         raise UserError(f"{', '.join(map(str, paths))}: no lines")
     # Data with images writes tokens of its own into messages, such as MultimodalTokenizerConfig.added.
-    conversation = Conversation(ChatTemplate(config.template), tokenizer, names_are_text=False)
+    conversation = Conversation(template_of(config), tokenizer, names_are_text=False)
     text_lines = ImageTextLines(paths, lines, config, conversation)
     text_lines.index_files = arrays.files
     return text_lines
 
 
-def build_splits(config: ImageTextConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+def build_splits(config: ImageTextConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of text with images for the splits that a run requests; see `ImageTextRows`."""
     make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed)
     return splits_from_paths(config, lambda paths: open_lines(config, tokenizer, paths), rows, make)

@@ -8,10 +8,10 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.data.images.class_and_mask_rows import COUNTS, IGNORED, image_size
 from megajax.data.images.config import MockCaptionsConfig, MockImagesConfig, MockMasksConfig
 from megajax.data.images.decoding import ArrayPicture
 from megajax.data.images.image_text import Sample, caption_sample, image_text_rows
-from megajax.data.images.labelled import COUNTS, IGNORED, image_size
 from megajax.data.rows.row_source import check_row, data_seed
 from megajax.data.rows.shuffled_items import splits_from_items
 from megajax.data.rows.splits import Rows, Splits
@@ -108,7 +108,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220), 
 SHAPES = ("disc", "square")
 
 
-class Shapes:
+class DrawnShapes:
     """Images of a coloured shape on dark noise, with captions such as "a red disc".
 
     least, most: width and height of the smallest and the largest images.
@@ -160,7 +160,7 @@ def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema
     else:  # about the fewest patches, in many shapes
         side = math.isqrt(patches.least) * patches.side
         least, most = (side, side), (3 * side // 2, 3 * side // 2)
-    return splits_from_items(lambda _: Shapes(config, least, most), rows, make)
+    return splits_from_items(lambda _: DrawnShapes(config, least, most), rows, make)
 
 
 def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -169,7 +169,7 @@ def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Ro
     return Splits.build(rows, lambda position, _, row_count: make(position, rows=row_count, split=position, **fixed))
 
 
-def build_classes(config: MockImagesConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+def build_classes(config: MockImagesConfig, *, tokenizer: object, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of stripes for the splits that a run requests."""
     del tokenizer
 
@@ -180,7 +180,7 @@ def build_classes(config: MockImagesConfig, *, tokenizer: Any, schema: Schema, r
     return _splits(config, make, schema, rows, seed)
 
 
-def build_masks(config: MockMasksConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+def build_masks(config: MockMasksConfig, *, tokenizer: object, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of rectangles for the splits that a run requests."""
     del tokenizer
     return _splits(config, lambda _, **options: Rectangles(classes=config.classes, **options), schema, rows, seed)

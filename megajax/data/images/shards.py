@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.config.read_limits import parse_json
+from megajax.data.images.class_and_mask_rows import ClassRows, class_rows, demand_classes
 from megajax.data.images.config import ImageShardsConfig
 from megajax.data.images.decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
-from megajax.data.images.labelled import ClassRows, class_rows, demand_classes
-from megajax.data.progress_line import Progress
+from megajax.data.progress_line import FileProgress
 from megajax.data.rows.shuffled_items import UnreadableItem, items_by_label, splits_from_paths
 from megajax.data.rows.splits import Rows, Splits
 from megajax.storage.index_cache import Arrays, index_folder, load_or_build
@@ -124,7 +124,7 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield from _expanded(f"{pattern[: match.start()]}{number:0{len(match[1])}}{pattern[match.end() :]}")
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A file in a tar file."""
 
     name: str
@@ -133,7 +133,7 @@ class Member(NamedTuple):
     size: int
 
 
-def tar_members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
+def tar_members(read: Callable[[int, int], bytes], end: int) -> Iterator[TarMember]:
     """The regular files of a tar file (ustar, GNU and pax formats; IEEE Std 1003.1, pax), from their headers alone.
 
     Three to five times as fast as `tarfile`, which indexes the million images of ImageNet in five minutes.
@@ -172,7 +172,7 @@ def tar_members(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]
             changed[b"path"] = more.rstrip(b"\0")
         else:
             if kind in (b"0", b"\0"):
-                yield Member(changed.get(b"path", _path(head)).decode("utf-8", "surrogateescape"), data, size)
+                yield TarMember(changed.get(b"path", _path(head)).decode("utf-8", "surrogateescape"), data, size)
             changed = {}
         position = data + -(-size // BLOCK) * BLOCK
     raise tarfile.ReadError(f"it ends at byte {end:,} without the zeros that end an archive: it is truncated")
@@ -229,7 +229,7 @@ def _sample(name: str) -> str:
     return f"{folder}/{file.partition('.')[0]}".lstrip("/")
 
 
-def _entry(members: list[Member], file: BinaryIO, label: str) -> tuple[int, int, int]:
+def _entry(members: list[TarMember], file: BinaryIO, label: str) -> tuple[int, int, int]:
     """(offset, size, class) of a sample's image. Raises UnreadableItem."""
     if len(members) > LARGEST_SAMPLE:
         raise UnreadableItem("too many files", f"the sample has more than {LARGEST_SAMPLE:,} files")
@@ -243,7 +243,7 @@ def _entry(members: list[Member], file: BinaryIO, label: str) -> tuple[int, int,
     raise UnreadableItem("no class", f"the sample has {', '.join(suffixes)}, but neither .cls nor .json")
 
 
-def _class(member: Member, file: BinaryIO, label: str) -> int:
+def _class(member: TarMember, file: BinaryIO, label: str) -> int:
     text = os.pread(file.fileno(), min(member.size, LONGEST_LABEL), member.offset)
     try:
         number = parse_json(text)[label] if member.name.lower().endswith(".json") else int(text)
@@ -257,7 +257,7 @@ def _class(member: Member, file: BinaryIO, label: str) -> int:
 def build_index(paths: Sequence[Path], label: str) -> Arrays:
     """The index of tar files: the fields of `Location`, and the unusable samples as JSON."""
     tables, unusable, count = [], [], 0
-    progress = Progress("samples", f"indexing {len(paths)} tar files")
+    progress = FileProgress("samples", f"indexing {len(paths)} tar files")
     with ThreadPoolExecutor(SCANNED_TOGETHER) as pool:
         for number, (table, shard_unusable) in enumerate(pool.map(lambda path: scan(path, label), paths)):
             tables.append(np.insert(table, 0, number, axis=1))
@@ -292,7 +292,7 @@ def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImag
     return images
 
 
-def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+def build_splits(config: ImageShardsConfig, *, tokenizer: object, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of images with a class each, for the splits that a run requests; see `ClassRows` and `open_shards`.
 
     Unusable samples count as skipped.

@@ -99,7 +99,7 @@ def fit_image(picture: Picture, size: tuple[int, int], fit: Literal["pad", "crop
         return np.asarray(crop_image(picture, Crop(whole_box(picture.size)), size, FILTER))
     scale = min(size[0] / picture.size[0], size[1] / picture.size[1])
     inside = (max(1, round(picture.size[0] * scale)), max(1, round(picture.size[1] * scale)))
-    image: Any = require("PIL.Image", "Reading images").new("RGB", size, MEAN_COLOUR)
+    image = require("PIL.Image", "Reading images").new("RGB", size, MEAN_COLOUR)
     corner = ((size[0] - inside[0]) // 2, (size[1] - inside[1]) // 2)
     image.paste(crop_image(picture, Crop(whole_box(picture.size)), inside, FILTER), corner)
     return np.asarray(image)

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
+from megajax.config.bounds import Count, NotEmpty
 from megajax.config.class_references import Builds, resolve
-from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
-from megajax.data.rows.config import LoaderConfig, at_least
+from megajax.config.paths_and_store_urls import PathText
+from megajax.data.rows.config import LoaderConfig
 
 VALIDATION, TEST = "validation", "test"
 """Splits, as evaluations name them."""
@@ -56,11 +56,11 @@ GLUE: Mapping[str, GlueFormat] = {
 """Task -> its files."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(Builds):
     """The common settings of benchmark data. A pass reads every example once, in a different random order."""
 
-    path: PathText
+    path: Annotated[PathText, NotEmpty("give the folder of the benchmark's files")]
     """The folder of the benchmark, with its files as they are published."""
     seed: int | None = None
     """Seed for the order of the examples; none: the run's seed."""
@@ -75,11 +75,8 @@ class BenchmarkConfig(Builds):
         """Where the files are."""
         return Path(self.path).expanduser()
 
-    def problems(self) -> list[Problem]:
-        return [] if self.path else [Problem("path", "is empty", "give the folder of the benchmark's files")]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GlueConfig(BenchmarkConfig):
     """A task of GLUE: train.tsv, dev.tsv and test.tsv in a folder (of MNLI, dev_matched.tsv and so on).
 
@@ -93,10 +90,10 @@ class GlueConfig(BenchmarkConfig):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype; the label of STS-B is a number."""
-        return BenchmarkConfig.leaves(self) | {"labels": "int32" if GLUE[self.task].classes else "float32"}
+        return super().leaves() | {"labels": "int32" if GLUE[self.task].classes else "float32"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RaceConfig(BenchmarkConfig):
     """RACE (Lai et al. 2017): train/, dev/ and test/, each with middle/ and high/, or with the .txt files themselves.
 
@@ -107,18 +104,15 @@ class RaceConfig(BenchmarkConfig):
 
     target: ClassVar[str] = "megajax.data.language_benchmarks.race:build_splits"
 
-    longest_question: int = 128
+    longest_question: Count = 128
     """Tokens of a question with an option; longer ones are cut, as in Megatron-LM."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return BenchmarkConfig.leaves(self) | {"labels": "int32"}
-
-    def problems(self) -> list[Problem]:
-        return BenchmarkConfig.problems(self) + at_least("longest_question", self.longest_question, 1)
+        return super().leaves() | {"labels": "int32"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SquadConfig(BenchmarkConfig):
     """SQuAD (Rajpurkar et al. 2016, 2018): train-v1.1.json and dev-v1.1.json, or those of version 2.0, in a folder.
 
@@ -131,21 +125,17 @@ class SquadConfig(BenchmarkConfig):
 
     version: Literal["1.1", "2.0"] = "2.0"
     """2.0 also has questions without an answer."""
-    stride: int = 128
+    stride: Count = 128
     """Tokens between the starts of windows of a paragraph."""
-    longest_question: int = 64
+    longest_question: Count = 64
     """Tokens of a question; longer ones are cut."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return BenchmarkConfig.leaves(self) | {"starts": "int32", "ends": "int32"}
-
-    def problems(self) -> list[Problem]:
-        problems = BenchmarkConfig.problems(self) + at_least("stride", self.stride, 1)
-        return problems + at_least("longest_question", self.longest_question, 1)
+        return super().leaves() | {"starts": "int32", "ends": "int32"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockGlueConfig(GlueConfig):
     """Synthetic files of a task of GLUE; a letter in the last text indicates the class. Written unless they exist.
 
@@ -159,12 +149,10 @@ class MockGlueConfig(GlueConfig):
 
     def folder(self) -> Path:
         """Where the files are, written unless they are there."""
-        return resolve("megajax.data.language_benchmarks.mock:write_glue")(
-            BenchmarkConfig.folder(self) / self.task, self.task
-        )
+        return resolve("megajax.data.language_benchmarks.mock:write_glue")(super().folder() / self.task, self.task)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockRaceConfig(RaceConfig):
     """Synthetic files of RACE; the right options begin with the same letter. Written unless they exist.
 
@@ -176,10 +164,10 @@ class MockRaceConfig(RaceConfig):
 
     def folder(self) -> Path:
         """Where the files are, written unless they are there."""
-        return resolve("megajax.data.language_benchmarks.mock:write_race")(BenchmarkConfig.folder(self) / "race")
+        return resolve("megajax.data.language_benchmarks.mock:write_race")(super().folder() / "race")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockSquadConfig(SquadConfig):
     """Synthetic files of SQuAD; the answers follow the same sign. Written unless they exist.
 
@@ -192,5 +180,5 @@ class MockSquadConfig(SquadConfig):
     def folder(self) -> Path:
         """Where the files are, written unless they are there."""
         return resolve("megajax.data.language_benchmarks.mock:write_squad")(
-            BenchmarkConfig.folder(self) / f"squad{self.version}", self.version
+            super().folder() / f"squad{self.version}", self.version
         )

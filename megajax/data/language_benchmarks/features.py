@@ -13,7 +13,7 @@ from megajax.config.errors import UserError
 from megajax.config.read_limits import utf8_text
 from megajax.data.language_benchmarks.config import BenchmarkConfig
 from megajax.data.rows.row_source import data_seed
-from megajax.data.rows.shuffled_items import ItemRows, RowOrder, splits_from_items
+from megajax.data.rows.shuffled_items import ItemRows, ShuffledOrder, splits_from_items
 from megajax.data.rows.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -62,7 +62,7 @@ class Examples[E: Example]:
 class ExampleRows(ItemRows[Examples[Any]]):
     """Rows of examples, in a different order in each pass."""
 
-    def __init__(self, items: Examples[Any], order: RowOrder):
+    def __init__(self, items: Examples[Any], order: ShuffledOrder):
         super().__init__(items, order)
         self.skipped.update(items.skipped)
 
@@ -78,7 +78,7 @@ def example_splits(
     order_seed = data_seed(config.seed, seed)
 
     def make(items: Examples[Any], position: int, row_count: int | None) -> ExampleRows:
-        return ExampleRows(items, RowOrder(row_count, order_seed, position))
+        return ExampleRows(items, ShuffledOrder(row_count, order_seed, position))
 
     return splits_from_items(examples, rows, make)
 

@@ -83,19 +83,14 @@ def _sentences(path: Path, task: GlueFormat, skipped: Counter[str], *, labelled:
     places = {column: _place(path, header, column) for column in (*columns, *[task.label] * labelled)}
     for number, line in lines:
         location, cells = f"{path}, line {number}", line.split("\t")
-        if len(cells) != len(header):
-            if task.skips and labelled:
-                skipped["malformed"] += 1
-                continue
-            raise UserError(
-                f"{location}: has {len(cells)} columns between tabs, expected {len(header)}: {line[:60]!r}."
-            )
-        texts = [cells[places[column]].strip() for column in columns]
+        fits = len(cells) == len(header)
+        texts = [cells[places[column]].strip() for column in columns] if fits else [""]
         if not all(texts):
             if task.skips and labelled:
                 skipped["malformed"] += 1
                 continue
-            raise UserError(f"{location}: a text is empty: {line[:60]!r}.")
+            columns_fault = f"has {len(cells)} columns between tabs, expected {len(header)}"
+            raise UserError(f"{location}: {'a text is empty' if fits else columns_fault}: {line[:60]!r}.")
         if labelled and task.classes and cells[places[task.label]] == NO_LABEL:
             skipped["no label"] += 1
             continue

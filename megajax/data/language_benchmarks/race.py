@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ FOLDERS = {"train": "train", "valid": "dev", "validation": "dev", "test": "test"
 FIELDS = ("article", "questions", "options", "answers")
 
 
-class Question(NamedTuple):
+class RaceQuestion(NamedTuple):
     """A question about an article."""
 
     location: str
@@ -41,7 +41,7 @@ def build_splits(config: RaceConfig, *, tokenizer: Tokenizer, schema: Schema, ro
     return example_splits(config, lambda split: read_split(config, split, tokenizer, schema), rows, seed)
 
 
-def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> Examples[Question]:
+def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> Examples[RaceQuestion]:
     """The questions of a split, by file names. Raises UserError, which names file and line."""
     shape = schema["tokens"].shape if "tokens" in schema else ()
     if len(shape) != 2 or shape[0] != len(LETTERS):
@@ -53,7 +53,7 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
         raise UserError(f"{folder}: no files NAME.txt in it or in its folders middle/ and high/. Check data.path.")
     items = [question for group, path in files for question in _questions(group, path)]
 
-    def row(item: Question) -> ExampleRow:
+    def row(item: RaceQuestion) -> ExampleRow:
         article = sequences.encode(item.article)
         options = [sequences.encode(option)[: config.longest_question] for option in item.options]
         row_sequences = [sequences(ids, article) for ids in options]
@@ -63,7 +63,7 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
     return Examples(items, row, paths=tuple(path for _, path in files))
 
 
-def _questions(group: str, path: Path) -> Iterator[Question]:
+def _questions(group: str, path: Path) -> Iterator[RaceQuestion]:
     lines = [(number, line) for number, line in read_lines(path) if line.strip()]
     for number, line in lines:
         location = f"{path}, line {number}"
@@ -80,10 +80,10 @@ def _questions(group: str, path: Path) -> Iterator[Question]:
                 question.replace("_", option) if "_" in question else f"{question} {option}" for option in options
             )
             name = f"{location}, question {place + 1}"
-            yield Question(name, identifier, group, data["article"], merged, LETTERS.index(answer))
+            yield RaceQuestion(name, identifier, group, data["article"], merged, LETTERS.index(answer))
 
 
-def _demand_article(location: str, data: Any) -> None:
+def _demand_article(location: str, data: object) -> None:
     """Raises UserError for an object that is not an article with its questions."""
     if not isinstance(data, dict) or (missing := [name for name in FIELDS if name not in data]):
         lacks = f"lacks {', '.join(missing)}" if isinstance(data, dict) else f"is a {type(data).__name__}"

@@ -30,7 +30,7 @@ class Paragraph(NamedTuple):
     """int64 [T, 2], the characters of each token."""
 
 
-class Question(NamedTuple):
+class SquadQuestion(NamedTuple):
     """A question."""
 
     location: str
@@ -47,10 +47,10 @@ class Question(NamedTuple):
         return [(answer, start) for answer, start in self.answers if text[start : start + len(answer)] == answer]
 
 
-class Window(NamedTuple):
+class ParagraphWindow(NamedTuple):
     """A question with a run of the tokens of its paragraph."""
 
-    question: Question
+    question: SquadQuestion
     first: int
     count: int
 
@@ -71,13 +71,13 @@ def build_splits(config: SquadConfig, *, tokenizer: Tokenizer, schema: Schema, r
     Raises UserError: a file that is missing or not SQuAD's.
     """
 
-    def examples(split: str) -> Examples[Window] | None:
+    def examples(split: str) -> Examples[ParagraphWindow] | None:
         return None if split == "test" else read_split(config, split, tokenizer, schema)
 
     return example_splits(config, examples, rows, seed)
 
 
-def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> Examples[Window]:
+def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> Examples[ParagraphWindow]:
     """The windows of a split, in the order of the questions. Raises UserError, which names the question."""
     path, skipped = config.folder() / f"{FILES[split]}-v{config.version}.json", Counter[str]()
     sequences = SequenceBuilder(tokenizer, schema)
@@ -94,7 +94,7 @@ def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Sc
         for window in paragraph_windows(question, sequences.length - MARKS - len(question.ids), config.stride)
     ]
 
-    def row(window: Window) -> ExampleRow:
+    def row(window: ParagraphWindow) -> ExampleRow:
         ids = window.question.paragraph.ids[window.first : window.first + window.count]
         first, last = answer_span(window)
         labels = {"starts": np.array(first, np.int32), "ends": np.array(last, np.int32)}
@@ -103,18 +103,18 @@ def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Sc
     return Examples(windows, row, skipped, (path,))
 
 
-def paragraph_windows(question: Question, size: int, stride: int) -> Iterator[Window]:
+def paragraph_windows(question: SquadQuestion, size: int, stride: int) -> Iterator[ParagraphWindow]:
     """Windows of at most `size` tokens; the starts of adjacent ones differ by `stride` or `size`, whichever is less."""
     first, total = 0, len(question.paragraph.ids)
     while True:
         count = min(size, total - first)
-        yield Window(question, first, count)
+        yield ParagraphWindow(question, first, count)
         if first + count >= total:
             return
         first += min(count, stride)
 
 
-def answer_span(window: Window) -> tuple[int, int]:
+def answer_span(window: ParagraphWindow) -> tuple[int, int]:
     """Positions in the row of the first answer's first and last token; (0, 0) unless the window has all of it."""
     if not (answers := window.question.valid_answers()):
         return 0, 0
@@ -126,7 +126,7 @@ def answer_span(window: Window) -> tuple[int, int]:
     return int(inside[0]) + shift, int(inside[-1]) + shift
 
 
-def _questions(config: SquadConfig, path: Path, tokenizer: Tokenizer, longest: int) -> Iterator[Question]:
+def _questions(config: SquadConfig, path: Path, tokenizer: Tokenizer, longest: int) -> Iterator[SquadQuestion]:
     identifiers: set[str] = set()
     for number, paragraph in enumerate(_paragraphs(path), start=1):
         location = f"{path}, paragraph {number}"
@@ -140,7 +140,7 @@ def _questions(config: SquadConfig, path: Path, tokenizer: Tokenizer, longest: i
             identifiers.add(identifier)
             name = f"{name} ({identifier})"
             ids = tokenizer.encode(text.strip())[:longest]
-            yield Question(name, identifier, ids, encoded, _answers(config, name, question))
+            yield SquadQuestion(name, identifier, ids, encoded, _answers(config, name, question))
 
 
 def _paragraphs(path: Path) -> Iterator[Any]:
@@ -154,7 +154,7 @@ def _paragraphs(path: Path) -> Iterator[Any]:
         yield from _field(f"{path}, article {number}", article, "paragraphs", list)
 
 
-def _answers(config: SquadConfig, location: str, question: Any) -> tuple[tuple[str, int], ...]:
+def _answers(config: SquadConfig, location: str, question: object) -> tuple[tuple[str, int], ...]:
     if config.version == "2.0" and _field(location, question, "is_impossible", bool):
         return ()
     answers = []
@@ -166,7 +166,7 @@ def _answers(config: SquadConfig, location: str, question: Any) -> tuple[tuple[s
     return tuple(answers)
 
 
-def _field[T](location: str, value: Any, name: str, kind: type[T]) -> T:
+def _field[T](location: str, value: object, name: str, kind: type[T]) -> T:
     """A member of an object. Raises UserError for one that is missing or of another type."""
     if not isinstance(value, dict) or name not in value:
         has = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"

@@ -1,12 +1,14 @@
 """Configs of masked text for BERT and T5, and of pairs of texts."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from megajax.config.bounds import Bounds, Count, Index, Share
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.config.file_paths import PathText
-from megajax.data.rows.config import LoaderConfig, TokenFilesConfig, at_least, between, split_problems
+from megajax.config.paths_and_store_urls import PathText
+from megajax.data.rows.config import LoaderConfig, Split, TokenFilesConfig
+from megajax.data.text.config import Megabytes
 
 
 def two_sided_leaves() -> dict[str, str]:
@@ -15,15 +17,15 @@ def two_sided_leaves() -> dict[str, str]:
     return {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MaskedConfig(TokenFilesConfig):
     """The common settings of masked data. A document of the token files has a sequence for each sentence."""
 
-    mask_probability: float = 0.15
+    mask_probability: Annotated[float, Bounds(above=0, below=1)] = 0.15
     """Share of the tokens that are masked."""
-    short_probability: float = 0.1
+    short_probability: Share = 0.1
     """Share of the samples with a random length below the row's."""
-    largest_ngram: int = 3
+    largest_ngram: Count = 3
     """Words of the longest n-gram that is masked as a whole."""
     full_words: bool = True
     """Mask a word with all its pieces."""
@@ -34,17 +36,13 @@ class MaskedConfig(TokenFilesConfig):
     """Swap the probabilities of short and long n-grams."""
 
     def problems(self) -> list[Problem]:
-        problems = TokenFilesConfig.problems(self)
-        if not 0 < self.mask_probability < 1:
-            problems.append(Problem("mask_probability", f"must be above 0 and below 1, got {self.mask_probability}"))
-        problems += between("short_probability", self.short_probability, 0, 1)
-        problems += at_least("largest_ngram", self.largest_ngram, 1)
+        problems = super().problems()
         if self.geometric and self.longer_ngrams:
             problems.append(Problem("longer_ngrams", "has no effect with geometric lengths", "set one of the two"))
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MaskedSentencesConfig(MaskedConfig):
     """Consecutive sentences with masked words, for BERT: the same samples as in Megatron-LM.
 
@@ -65,7 +63,7 @@ class MaskedSentencesConfig(MaskedConfig):
         return leaves | {"is_random": "int32"} if self.next_sentence else leaves
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MaskedSpansConfig(MaskedConfig):
     """Text with masked spans, and the tokens of the spans, for T5: the same samples as in Megatron-LM.
 
@@ -74,7 +72,7 @@ class MaskedSpansConfig(MaskedConfig):
 
     target: ClassVar[str] = "megajax.data.masked.spans:build_splits"
 
-    largest_ngram: int = 10
+    largest_ngram: Count = 10
     """Words of the longest span."""
     geometric: bool = True
     """Draw the lengths of spans from a geometric distribution (SpanBERT); false: with probabilities that fall with
@@ -85,7 +83,7 @@ class MaskedSpansConfig(MaskedConfig):
         return two_sided_leaves()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PairsConfig(TokenFilesConfig):
     """Texts in pairs, such as translations, for models with an encoder and a decoder: a row is a pair.
 
@@ -113,15 +111,15 @@ class PairsConfig(TokenFilesConfig):
         return ("--json-keys", *self.keys, "--pairs")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LibraryTextConfig(Builds):
     """The common settings of both kinds of rows: lines of the source files of Python's standard library."""
 
     target: ClassVar[str] = "megajax.data.standard_library:build_masked_splits"
 
-    megabytes: float = 2.0
+    megabytes: Megabytes = 2.0
     """Size of the source files, in 10^6 bytes; each file is a document, its lines of several words are sentences."""
-    split: str = "90,9,1"
+    split: Split = "90,9,1"
     """Shares of training, validation and test, by number of files."""
     cache_dir: PathText | None = None
     """Folder for the token file and its index; none: the user's cache folder."""
@@ -138,11 +136,8 @@ class LibraryTextConfig(Builds):
         """The leaves of a row, name -> dtype."""
         return self.masked("").leaves()
 
-    def problems(self) -> list[Problem]:
-        return split_problems(self.split) + between("megabytes", self.megabytes, 0.01, 1e6)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LibrarySentencesConfig(LibraryTextConfig):
     """Masked lines for BERT from the source of Python's standard library. Needs no download.
 
@@ -159,7 +154,7 @@ class LibrarySentencesConfig(LibraryTextConfig):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LibrarySpansConfig(LibraryTextConfig):
     """Text with masked spans for T5 from the source of Python's standard library. Needs no download.
 
@@ -171,7 +166,7 @@ class LibrarySpansConfig(LibraryTextConfig):
         return MaskedSpansConfig(paths=(prefix,), split=self.split, cache_dir=self.cache_dir)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LibraryWordPieceConfig(Builds):
     """WordPiece with a vocabulary trained, at the first start, on the source of Python's standard library.
 
@@ -182,15 +177,11 @@ class LibraryWordPieceConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.standard_library:build_tokenizer"
 
-    size: int = 2000
+    size: Annotated[int, Bounds(at_least=200)] = 2000
     """Tokens of the vocabulary; [BOS], [EOS] and sentinels follow them."""
-    extra_ids: int = 0
+    extra_ids: Index = 0
     """Sentinels <extra_id_0>, …: T5 needs one for each masked span."""
-    megabytes: float = 2.0
+    megabytes: Megabytes = 2.0
     """Size of the source files, in 10^6 bytes."""
     cache_dir: PathText | None = None
     """Folder for the vocabulary; none: the user's cache folder."""
-
-    def problems(self) -> list[Problem]:
-        problems = at_least("size", self.size, 200) + at_least("extra_ids", self.extra_ids, 0)
-        return problems + between("megabytes", self.megabytes, 0.01, 1e6)

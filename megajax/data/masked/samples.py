@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedConfig
 from megajax.data.masked.sample_map import MaskedRequest, build_masked_index
 from megajax.data.rows.blend import BlendBuilder, Dataset
-from megajax.data.rows.row_source import SampleGenerators, check_row, check_vocabulary, files_of, order_checksum
+from megajax.data.rows.row_source import SampleGenerators, TokenRows, check_row, check_vocabulary, order_checksum
 from megajax.data.text.indexed_dataset import IndexedTokens, integer_tokens
 from megajax.storage.index_cache import load_or_build
 
@@ -152,7 +152,7 @@ class SampleMap(NamedTuple):
     """The cache files of the index."""
 
 
-class MaskedSamples:
+class MaskedSamples(TokenRows):
     """Samples of sentences by number; the base of the datasets.
 
     Args:
@@ -173,10 +173,6 @@ class MaskedSamples:
     def order(self) -> str:
         """Identifier of the order of the rows."""
         return order_checksum(self.index)
-
-    def files(self) -> list[str]:
-        """The files that are read."""
-        return files_of(self.tokens)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -238,9 +234,6 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
 
     def read(self, path: str, *, prefetch: bool) -> IndexedTokens:
         return integer_tokens(path, self.blocks, prefetch=prefetch)
-
-    def units(self, tokens: Any) -> int:
-        return tokens.documents
 
     def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Data:
         request = MaskedRequest(

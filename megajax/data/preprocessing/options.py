@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megajax.command_line.corrections import corrections
+from megajax.command_line.foreign_flags import corrections
 from megajax.config.class_references import Builds
 from megajax.config.compose import override
 from megajax.config.errors import UserError
 from megajax.config.field_types import default
-from megajax.config.file_paths import path_argument, stored_argument
 from megajax.config.hints import did_you_mean, download_hint
-from megajax.config.overrides import plain_name
+from megajax.config.paths_and_store_urls import path_argument, stored_argument
+from megajax.config.settings_tree import plain_name
 from megajax.data.preprocessing.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
@@ -34,7 +34,7 @@ SETTINGS = "--tokenizer."
 
 
 @dataclass(frozen=True)
-class Kind:
+class TokenizerName:
     """A name of `--tokenizer`: its config, the fields that options set, and the fields that the name sets."""
 
     config: type[Any]
@@ -43,14 +43,14 @@ class Kind:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-KINDS: Mapping[str, Kind] = {
-    "byte": Kind(ByteTokenizerConfig),
-    "gpt2": Kind(GPT2TokenizerConfig, {"vocab_file": "vocabulary", "merge_file": "merges"}),
-    "null": Kind(NullTokenizerConfig, {"vocab_size": "vocabulary_size"}),
-    "wordpiece": Kind(WordPieceTokenizerConfig, {"vocab_file": "vocabulary"}, {"lower": True}),
-    "wordpiece-cased": Kind(WordPieceTokenizerConfig, {"vocab_file": "vocabulary"}, {"lower": False}),
-    "sentencepiece": Kind(SentencePieceTokenizerConfig, {"vocab_file": "path"}),
-    "tiktoken": Kind(TiktokenTokenizerConfig, {"vocab_file": "path"}),
+KINDS: Mapping[str, TokenizerName] = {
+    "byte": TokenizerName(ByteTokenizerConfig),
+    "gpt2": TokenizerName(GPT2TokenizerConfig, {"vocab_file": "vocabulary", "merge_file": "merges"}),
+    "null": TokenizerName(NullTokenizerConfig, {"vocab_size": "vocabulary_size"}),
+    "wordpiece": TokenizerName(WordPieceTokenizerConfig, {"vocab_file": "vocabulary"}, {"lower": True}),
+    "wordpiece-cased": TokenizerName(WordPieceTokenizerConfig, {"vocab_file": "vocabulary"}, {"lower": False}),
+    "sentencepiece": TokenizerName(SentencePieceTokenizerConfig, {"vocab_file": "path"}),
+    "tiktoken": TokenizerName(TiktokenTokenizerConfig, {"vocab_file": "path"}),
 }
 FILES: Mapping[str, type[Any]] = {".model": SentencePieceTokenizerConfig, "": HuggingFaceTokenizerConfig}
 """Suffix of a path given as `--tokenizer` -> the config of such files."""
@@ -77,7 +77,7 @@ def tokenizer_config(options: argparse.Namespace, settings: Sequence[str] = ()) 
 
 
 def _by_name(name: str, options: argparse.Namespace) -> TokenizerConfig:
-    kind = KINDS.get(name, Kind(FILES[_suffix(name)]))
+    kind = KINDS.get(name, TokenizerName(FILES[_suffix(name)]))
     for option in ("vocab_file", "merge_file", "vocab_size"):
         if (getattr(options, option) is None) == (option in kind.options):
             state = "needs" if option in kind.options else "has no use for"

@@ -24,7 +24,7 @@ import numpy as np
 from megajax.config.class_references import USER_FILE
 from megajax.config.errors import UserError
 from megajax.data.preprocessing.options import TEXT_KEY, Preprocessing
-from megajax.data.preprocessing.report import Counts, PreprocessResult
+from megajax.data.preprocessing.report import DocumentCounts, PreprocessResult
 from megajax.data.preprocessing.text_files import Chunk, TextFile, WholeFile, find_files, find_pairs
 from megajax.data.preprocessing.text_formats import TextFormat, format_of, partitions, split_sentences
 from megajax.data.text.indexed_dataset import (
@@ -35,10 +35,10 @@ from megajax.data.text.indexed_dataset import (
     token_dtype,
     tokens_path,
 )
-from megajax.mesh.processes.ray_pool import RayPool
-from megajax.mesh.processes.worker_pools import LocalPool, deferred_interrupts, in_order
+from megajax.processes.ray_cluster import RayPool
+from megajax.processes.worker_pools import LocalPool, deferred_interrupts, in_order
 from megajax.storage.atomic_folders import delete_abandoned, hold
-from megajax.storage.reading import ReadError, is_transient
+from megajax.storage.retried_reads import ReadError, is_transient
 from megajax.storage.write_errors import remedy, write_fault
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
@@ -53,7 +53,7 @@ class _Result:
     fault: the first skipped row: its place in the chunk (None: the message names it), and the message.
     """
 
-    counts: Counts
+    counts: DocumentCounts
     prefix: str
     piece: bool = False
     fault: tuple[int | None, str] | None = None
@@ -65,7 +65,7 @@ def preprocess_text(
     tokenizer: Tokenizer,
     append_eod: bool = True,
     sentences: Callable[[bytes], Iterable[bytes]] | None = None,
-) -> Counts:
+) -> DocumentCounts:
     """Tokenizes documents, in this process, into PREFIX.bin and PREFIX.idx, with one sequence per document.
 
     A document without tokens adds only a boundary, without an end-of-document token. The files appear at the end.
@@ -79,7 +79,7 @@ def preprocess_text(
     Example: `mj.preprocess_text(["one document", "another"], "data/small", mj.ByteTokenizerConfig().build())`
     """
     text, tokens = 0, []
-    encoder = _Encoder(tokenizer, append_eod, sentences)
+    encoder = _DocumentEncoder(tokenizer, append_eod, sentences)
     with IndexedWriter(prefix, encoder.dtype) as writer:
         for document in documents:
             data = document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
@@ -87,10 +87,10 @@ def preprocess_text(
             writer.add_document(sequences)
             text += len(data)
             tokens.append(sum(map(len, sequences)))
-    return Counts(text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
+    return DocumentCounts(text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
 
 
-class _Encoder:
+class _DocumentEncoder:
     """Turns documents into sequences."""
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool, sentences: Callable[[bytes], Iterable[bytes]] | None):
@@ -108,7 +108,7 @@ class _Encoder:
 
 
 def preprocess(
-    job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None
+    job: Preprocessing, report: Callable[[DocumentCounts, int], None] = lambda counts, total: None
 ) -> PreprocessResult:
     """Tokenizes the inputs into one dataset per key. The result does not depend on `workers` or `chunk_bytes`.
 
@@ -217,10 +217,10 @@ def _write(
     files: list[TextFile],
     *,
     prefix: str,
-    report: Callable[[Counts, int], None],
-) -> tuple[Counts, str]:
+    report: Callable[[DocumentCounts, int], None],
+) -> tuple[DocumentCounts, str]:
     """Tokenizes all files into PREFIX-KEY.bin and .idx -> (counts, message about the first skipped row)."""
-    total, counts, fault = sum(file.size for file in files), Counts(), ""
+    total, counts, fault = sum(file.size for file in files), DocumentCounts(), ""
     dtype = token_dtype(tokenizer.vocabulary_size)
     with ExitStack() as stack:
         writers = {key: stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys}
@@ -258,7 +258,7 @@ def _format(job: Preprocessing, file: TextFile) -> TextFormat:
     return format_of(file.format, job.rule, job.keys)
 
 
-def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> Counts:
+def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> DocumentCounts:
     """Adds a document from its pieces -> counts of the document and its end-of-document token, without the pieces."""
     size = sum(len(piece) for piece in pieces)
     if size and eod is not None:
@@ -266,10 +266,10 @@ def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None
     if size >= np.iinfo(np.int32).max:
         raise UserError(f"A document of {size:,} tokens; the format holds 2,147,483,647. Split it with --document.")
     writer.add_document([np.concatenate(pieces)] if size else [])
-    return Counts(documents=1, empty=int(size == 0), tokens=int(size > 0 and eod is not None))
+    return DocumentCounts(documents=1, empty=int(size == 0), tokens=int(size > 0 and eod is not None))
 
 
-def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> None:
+def _check_space(folder: Path, counts: DocumentCounts, total: int, itemsize: int) -> None:
     """Raises UserError if the tokens of all inputs, extrapolated from the first chunk, don't fit on the disk."""
     free = shutil.disk_usage(folder).free
     needed = counts.tokens * itemsize * total // max(counts.stored, 1)
@@ -336,10 +336,10 @@ def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
         except UserError as error:
             raise UserError(f"{chunk.file.path}: {error}") from error
         piece.tofile(prefix)
-        return _Result(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
+        return _Result(DocumentCounts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
     text, tokens, skipped, fault = 0, [], 0, None
     kind = _format(job, chunk.file)
-    encoder = _Encoder(tokenizer, job.append_eod, split_sentences if job.split_sentences else None)
+    encoder = _DocumentEncoder(tokenizer, job.append_eod, split_sentences if job.split_sentences else None)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]
         for place, row in kind.rows(chunk):
@@ -360,7 +360,7 @@ def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
                 text += len(data)
             tokens.append(total)
     amounts = {"documents": len(tokens), "empty": tokens.count(0), "skipped": skipped, "tokens": sum(tokens)}
-    return _Result(Counts(stored=chunk.stored, text=text, **amounts), prefix, fault=fault)
+    return _Result(DocumentCounts(stored=chunk.stored, text=text, **amounts), prefix, fault=fault)
 
 
 def _check_empty(job: Preprocessing, documents: list[list[np.ndarray]]) -> None:

@@ -2,13 +2,13 @@
 
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from megajax.data.progress_line import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class DocumentCounts:
     """Amounts of processed data.
 
     Attributes:
@@ -27,8 +27,8 @@ class Counts:
     skipped: int = 0
     tokens: int = 0
 
-    def __add__(self, counts: "Counts") -> "Counts":
-        return Counts(**{count.name: getattr(self, count.name) + getattr(counts, count.name) for count in fields(self)})
+    def __add__(self, counts: "DocumentCounts") -> "DocumentCounts":
+        return DocumentCounts(**{name: count + getattr(counts, name) for name, count in asdict(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class PreprocessResult:
     """
 
     prefixes: tuple[str, ...]
-    counts: Counts
+    counts: DocumentCounts
     fault: str
     settings: str
     seconds: float
@@ -69,10 +69,10 @@ class PreprocessResult:
         )
 
 
-class Progress(ProgressLine):
+class PreprocessingProgress(ProgressLine):
     """Progress of `preprocess`."""
 
-    def __call__(self, counts: Counts, total: int) -> None:
+    def __call__(self, counts: DocumentCounts, total: int) -> None:
         """Shows the progress of `total` bytes on disk, unless the last line is too recent."""
         if seconds := self.seconds():
             remaining = seconds * (total - counts.stored) / max(counts.stored, 1)

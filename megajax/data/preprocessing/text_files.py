@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from megajax.config.class_references import resolve
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
+from megajax.config.paths_and_store_urls import store_url
 from megajax.config.read_limits import without_mark
 
 
@@ -206,9 +206,9 @@ def stores(name: str) -> Any:
     return resolve(f"megajax.storage.stores:{name}")
 
 
-def open_stored(path: str, generation: bytes) -> io.BufferedIOBase:
+def open_cached_object(path: str, generation: bytes) -> io.BufferedIOBase:
     """An object in a store, open for reading. Raises StoreError; on a read, ChangedFile for another generation."""
-    return resolve("megajax.storage.ranged_files:open_stored")(path, generation)
+    return resolve("megajax.storage.ranged_files:open_cached_object")(path, generation)
 
 
 def find_pairs(inputs: Sequence[str], targets: Sequence[str], format: str | None = None) -> list[TextFile]:
@@ -318,7 +318,7 @@ def open_text(path: str, generation: bytes = b"") -> Generator[tuple[io.Buffered
         UserError: the file can't be opened, is damaged, or needs a package that is not installed.
     """
     try:
-        file = open_stored(path, generation) if generation else open(path, "rb")  # noqa: SIM115
+        file = open_cached_object(path, generation) if generation else open(path, "rb")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
     with file, unpacked(file, path) as stream:

@@ -22,7 +22,7 @@ from megajax.data.preprocessing.text_files import (
     EachLine,
     TextFile,
     WholeFile,
-    open_stored,
+    open_cached_object,
     open_text,
 )
 
@@ -101,7 +101,7 @@ class PlainText(TextFormat):
             if stop > start and (document := self.rule.trim(chunk.text(start, chunk.data[start:stop]))) is not None:
                 yield start, document
 
-    def texts(self, row: Any) -> tuple[bytes, ...]:
+    def texts(self, row: bytes) -> tuple[bytes, ...]:
         return (row,)
 
 
@@ -126,7 +126,7 @@ class JsonLines(TextFormat):
                 yield offset, chunk.text(offset, line)
             offset += len(line)
 
-    def texts(self, row: Any) -> tuple[bytes, ...]:
+    def texts(self, row: bytes) -> tuple[bytes, ...]:
         """Raises UserError for a line that is not a JSON object with a string under each key."""
         if problem := too_many_values(row):
             raise UserError(problem)
@@ -259,7 +259,7 @@ class LinePairs(TextFormat):
             yield place, (chunk.text(place, source), chunk.text(place, target, chunk.file.second))
             place += len(source)
 
-    def texts(self, row: Any) -> tuple[bytes, ...]:
+    def texts(self, row: tuple[bytes, bytes]) -> tuple[bytes, ...]:
         return tuple(line.removesuffix(b"\n").removesuffix(b"\r") for line in row)
 
 
@@ -321,7 +321,7 @@ def _open_parquet(source: TextFile, dictionaries: Sequence[str] = ()) -> Generat
     errors = require("pyarrow", f"{path}, a Parquet file,").lib.ArrowException
     parquet = require("pyarrow.parquet", f"{path}, a Parquet file,")
     try:
-        content = open_stored(path, source.generation) if source.generation else path
+        content = open_cached_object(path, source.generation) if source.generation else path
         with parquet.ParquetFile(content, read_dictionary=list(dictionaries)) as file:
             yield file
     except (errors, OSError) as error:

@@ -11,10 +11,11 @@ hundred. All other layers have equal work for every row. C devices of `context` 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from megajax.data.rows.row_source import RowSource
 from megajax.layers.multiply_adds import VisibleKeys
 from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
 
@@ -144,7 +145,7 @@ class BalancedSteps:
     """The steps of a row source, of equal size. Every process needs the document lengths of all rows."""
 
     balancing: Balancing
-    source: Any
+    source: RowSource
     """Rows by number; see `lengths_of_row`."""
     microbatches: int
     micro_rows: int

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
+from megajax.config.paths_and_store_urls import store_url
 from megajax.data.rows.balancing import lengths_of_row
 from megajax.data.rows.config import TokenFilesConfig
 from megajax.data.rows.row_source import check_row, damaged_index, data_seed, files_of
 from megajax.data.rows.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
-from megajax.mesh.processes.reading_once import copy_from_first, read_by_first
+from megajax.processes.reading_once import copy_from_first, read_by_first
 from megajax.storage.index_cache import Arrays, NewArray, index_folder, load_or_build
 from megajax.storage.local_copies import copy_path
 from megajax.storage.ranged_files import INDEX, BlockCache
@@ -100,7 +100,7 @@ def _greedy(weights: np.ndarray, sequence: np.ndarray, limits: np.ndarray | None
     block = BLOCK if len(weights) > MANY else LONG_BLOCK
     for start in range(0, rows, block):
         positions = np.maximum(np.arange(start, min(start + block, rows), dtype=np.float64), 1)
-        candidates: Any = slice(None)
+        candidates: np.ndarray | slice = slice(None)
         if len(weights) > MANY:
             candidates = _candidates(weights, positions, counts)
         part, datasets = counts[candidates], []
@@ -223,8 +223,8 @@ class BlendBuilder[Data: Dataset]:
         self.blocks = BlockCache(None if config.cache_dir is None else self.folder / "blocks", config.cache_gib)
 
     def units(self, tokens: Any) -> int:
-        """Number of sequences or documents that the splits share."""
-        raise NotImplementedError
+        """Number of sequences or documents that the splits share; here documents."""
+        return tokens.documents
 
     def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Data:
         """At least `rows` rows, or one epoch (None), of the units [first, last) of a token file."""

@@ -1,35 +1,41 @@
 """The common part of data configs: their interface, reading ahead, and token files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from megajax.batch import Schema
+from megajax.config.bounds import Count, Index, NotNegative
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem, UserError
-from megajax.config.file_paths import PathText, StoredText
+from megajax.config.paths_and_store_urls import PathText, StoredText
 from megajax.data.rows.splits import NAMES, Rows, Splits, parse_paths, parse_split
 
 
-def split_problems(split: str) -> list[Problem]:
-    """A split such as "969,30,1" that cannot be read."""
-    try:
-        parse_split(split)
-    except UserError as error:
-        return [Problem("split", str(error))]
-    return []
+@dataclass(frozen=True)
+class Readable:
+    """The rule of texts that a function must be able to read. It reports the UserError of the function."""
+
+    read: Callable[[Any], object]
+    """Raises UserError for a text that it cannot read."""
+    hint: str = ""
+    """What to write instead."""
+
+    def words(self) -> str:
+        """Nothing: the text of the setting says what is read."""
+        return ""
+
+    def error(self, value: object) -> str:
+        """The message of the error."""
+        try:
+            self.read(value)
+        except UserError as error:
+            return str(error)
+        return ""
 
 
-def between(setting: str, value: float, least: float, most: float) -> list[Problem]:
-    """A value outside least to most."""
-    return (
-        [] if least <= value <= most else [Problem(setting, f"must be between {least:g} and {most:g}, got {value:g}")]
-    )
-
-
-def at_least(setting: str, value: float, least: float) -> list[Problem]:
-    """A value below least."""
-    return [] if value >= least else [Problem(setting, f"must be at least {least}, got {value}")]
+type Split = Annotated[str, Readable(parse_split)]
+"""Shares of training, validation and test, such as "969,30,1"."""
 
 
 def paths_problems(config: Any, files: str, hint: str) -> list[Problem]:
@@ -60,7 +66,7 @@ class RowsConfig(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CyclicConfig(Builds):
     """Rows in a different random order in each pass over the data, as in Megatron-LM's cyclic data loader.
 
@@ -75,18 +81,18 @@ class CyclicConfig(Builds):
     """Each data shard shuffles its own part of the rows; false: all rows are shuffled together."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
     """Order of rows, and reading ahead of the step that uses them.
 
     Example: `mj.LoaderConfig(threads=8)`
     """
 
-    threads: int = 1
+    threads: Count = 1
     """Threads that read batches. One is fastest for token files: more threads compete for Python's lock."""
-    prefetch: int = 4
+    prefetch: Count = 4
     """Batches read ahead and kept in host memory."""
-    retries: int = 6
+    retries: Index = 6
     """Retries of a row when the disk or file server fails, the first after a quarter of a second, each further one
     after twice the time."""
     cyclic: CyclicConfig | None = None
@@ -98,12 +104,8 @@ class LoaderConfig:
     rows stay in their microbatch. step: rows of similar work also share a microbatch. The rows of a step and the losses
     stay the same."""
 
-    def problems(self) -> list[Problem]:
-        problems = at_least("threads", self.threads, 1) + at_least("prefetch", self.prefetch, 1)
-        return problems + at_least("retries", self.retries, 0)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenFilesConfig(Builds):
     """A token file or a weighted blend of several, and their splits."""
 
@@ -116,18 +118,18 @@ class TokenFilesConfig(Builds):
     """Prefixes, with or without weights, of validation data only."""
     test_paths: tuple[StoredText, ...] = ()
     """Prefixes, with or without weights, of test data only."""
-    split: str = "969,30,1"
+    split: Split = "969,30,1"
     """Shares of training, validation and test in each of `paths`, by number of sequences, or by number of documents for
     masked data; scaled to a sum of 1."""
     cache_dir: PathText | None = None
     """Folder for index files, and for what was read from object stores; none: the user's cache folder. It need not be
     shared between hosts."""
-    cache_gib: float = 64.0
+    cache_gib: NotNegative = 64.0
     """Size limit of what is kept of token files in object stores, GiB on each host."""
     prefetch: bool = False
     """Read token files in object stores whole, into what is kept, before the first step; a run that is stopped
     meanwhile goes on where it was."""
-    surplus: float = 0.005
+    surplus: NotNegative = 0.005
     """Additional share of rows built for each dataset of a blend, beyond what its weight needs."""
     seed: int | None = None
     """Seed for the order of documents and rows; none: the run's seed."""
@@ -143,10 +145,7 @@ class TokenFilesConfig(Builds):
         return ()
 
     def problems(self) -> list[Problem]:
-        problems = (
-            split_problems(self.split) + at_least("surplus", self.surplus, 0) + at_least("cache_gib", self.cache_gib, 0)
-        )
-        problems += paths_problems(self, "data path", "set data.paths=PREFIX (without .bin and .idx)")
+        problems = paths_problems(self, "data path", "set data.paths=PREFIX (without .bin and .idx)")
         for name in ("paths", *(f"{split}_paths" for split in NAMES)):
             try:
                 parse_paths(getattr(self, name) or ("unset",))

@@ -9,7 +9,7 @@ work: the batch has the same rows, each with its number.
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import absl.flags
 import grain
@@ -23,7 +23,7 @@ from megajax.data.rows.balancing import BalancedSteps, Balancing, Imbalance
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.row_source import RowSource
 from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
-from megajax.storage.reading import RETRIES, ChangedFile, ReadError, wait_for, with_retries
+from megajax.storage.retried_reads import RETRIES, ChangedFile, ReadError, wait_for, with_retries
 
 SAMPLE_BITS = 32
 
@@ -152,7 +152,7 @@ class _Steps:
     def __len__(self) -> int:
         return max(0, len(self.source) - self.first) // self.size
 
-    def __getitem__(self, index: Any) -> Block:
+    def __getitem__(self, index: SupportsIndex) -> Block:
         first = self.first + int(index) * self.size
         rows = self.offsets if self.balanced is None else self.balanced.places(first)[self.offsets]
         return read_rows(self.source, self.schema, first, rows, self.sequence_sharding, self.retries, self._wait)

@@ -28,7 +28,7 @@ class RowSource(Protocol):
     """
 
     def __len__(self) -> int: ...
-    def __getitem__(self, row: int) -> Mapping[str, np.ndarray]: ...
+    def __getitem__(self, row: int, /) -> Mapping[str, np.ndarray]: ...
 
 
 @runtime_checkable
@@ -69,9 +69,23 @@ def files_of(source: Any) -> list[str]:
     return list(dict.fromkeys(os.fspath(file) for file in source.files())) if hasattr(source, "files") else []
 
 
-def index_files_of(source: Any) -> tuple[Path, ...]:
+def index_files_of(source: object) -> tuple[Path, ...]:
     """The cache files of a row source: its `index_files`, or ()."""
     return tuple(getattr(source, "index_files", ()))
+
+
+class TokenRows:
+    """The base of rows that are read from a token file, or from several that belong together.
+
+    Attributes:
+        tokens: the file.
+    """
+
+    tokens: Any
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return files_of(self.tokens)
 
 
 def check_row(source: Sized, row: int) -> None:

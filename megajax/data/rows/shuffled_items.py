@@ -59,7 +59,7 @@ class OrderConfig(Protocol):
     def on_error(self) -> Literal["stop", "skip"]: ...
 
 
-class RowOrder(NamedTuple):
+class ShuffledOrder(NamedTuple):
     """Number, order and randomness of the rows of a split, and the handling of unreadable items."""
 
     rows: int | None
@@ -71,7 +71,7 @@ class RowOrder(NamedTuple):
     on_error: Literal["stop", "skip"] = "stop"
 
     @classmethod
-    def of(cls, config: OrderConfig, rows: int | None, seed: int, split: int) -> "RowOrder":
+    def of(cls, config: OrderConfig, rows: int | None, seed: int, split: int) -> "ShuffledOrder":
         """The order that a config asks for. seed: the run's."""
         return cls(rows, data_seed(config.seed, seed), split, config.on_error)
 
@@ -89,7 +89,7 @@ class ItemRows[Data: Items]:
         skipped: reason -> number of rows so far for which another item was used.
     """
 
-    def __init__(self, items: Data, order: RowOrder):
+    def __init__(self, items: Data, order: ShuffledOrder):
         self.items, self.split, self._seed, self._on_error = items, order.split, order.seed, order.on_error
         self._rows = len(items) if order.rows is None else order.rows
         self.passes = max(1, -(-self._rows // max(len(items), 1)))

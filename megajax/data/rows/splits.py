@@ -23,15 +23,15 @@ class Rows(NamedTuple):
     test: int | None = 0
 
 
-class Splits(NamedTuple):
+class Splits[S](NamedTuple):
     """Row sources (`len`, `[i]` -> dict of numpy arrays [S]); None for splits that are not requested.
 
     Example: `mj.Splits(train=rows, valid=None, test=None)`
     """
 
-    train: Any
-    valid: Any
-    test: Any
+    train: S
+    valid: S
+    test: S
 
     @classmethod
     def build(cls, rows: Rows, make: Callable[[int, str, int | None], Any]) -> "Splits":
@@ -40,7 +40,7 @@ class Splits(NamedTuple):
         return cls(*(make(place, *split) if split[1] is None or split[1] > 0 else None for place, split in requests))
 
 
-class Evaluation(NamedTuple):
+class EvaluationSchedule(NamedTuple):
     """The evaluations of a run: every `every` steps, `batches` batches of `size` rows."""
 
     every: int
@@ -50,7 +50,9 @@ class Evaluation(NamedTuple):
     """No evaluation before this step."""
 
 
-def requested_rows(*, steps: int, global_size: int, evaluation: Evaluation | None, rows: int | None = None) -> Rows:
+def requested_rows(
+    *, steps: int, global_size: int, evaluation: EvaluationSchedule | None, rows: int | None = None
+) -> Rows:
     """Number of rows that a run of `steps` steps reads: `rows` or steps · global_size, plus those of its evaluations.
 
     Validation is read once every `evaluation.every` steps and once more at the end, the test set once.

@@ -10,16 +10,16 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
 from megajax.config.optional_packages import require
+from megajax.config.paths_and_store_urls import store_url
 from megajax.config.read_limits import Budget, Limits, without_mark
 from megajax.data.images.shards import tar_members
 from megajax.data.preprocessing.text_files import line_number, unpacked
 from megajax.data.preprocessing.text_formats import BATCH_ROWS, PIECE_BYTES, read_line
 from megajax.data.preprocessing.text_formats import JsonLines as JsonTexts
 from megajax.data.preprocessing.text_formats import Parquet as ParquetTexts
-from megajax.mesh.processes.peers import Peers
-from megajax.mesh.processes.reading_once import read_by_first
+from megajax.processes.peers import Peers
+from megajax.processes.reading_once import read_by_first
 from megajax.storage.local_copies import local_copy
 from megajax.storage.ranged_files import BlockCache, StoredFile, StoredStream
 from megajax.storage.stores import Store, in_parallel, matching, open_pattern
@@ -38,7 +38,7 @@ SAMPLE = 16
 SETTING = "data.text"
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """A file on a disk or in a store."""
 
     name: str
@@ -109,7 +109,7 @@ class StreamFile(Protocol):
 class JsonFile:
     """Documents under a key of JSON objects."""
 
-    def __init__(self, source: Source, key: str):
+    def __init__(self, source: FileSource, key: str):
         self._source, self._format = source, JsonTexts((key,), SETTING)
 
     def text(self, content: bytes, place: Callable[[], str]) -> bytes:
@@ -123,7 +123,7 @@ class JsonFile:
 class Columns:
     """Documents in a column of a table."""
 
-    def __init__(self, source: Source, key: str, schema: Any, nulls: Iterable[tuple[int, int]]):
+    def __init__(self, source: FileSource, key: str, schema: Any, nulls: Iterable[tuple[int, int]]):
         """nulls: number of rows of each chunk, and how many of them are known to have no text."""
         self._name, self._key, self._format = source.name, key, ParquetTexts((key,), SETTING)
         self._format.check_columns(source.name, schema)
@@ -149,10 +149,10 @@ class Columns:
         raise NotImplementedError
 
 
-class Parquet(Columns):
+class ParquetFile(Columns):
     """A chunk is a row group."""
 
-    def __init__(self, source: Source, key: str):
+    def __init__(self, source: FileSource, key: str):
         library = require("pyarrow.parquet", source.name)
         file = library.ParquetFile(source.seekable())
         facts, schema = file.metadata, file.schema_arrow
@@ -174,10 +174,10 @@ class Parquet(Columns):
         yield from self._file.iter_batches(BATCH_ROWS, row_groups=[chunk], columns=[self._key], use_threads=False)
 
 
-class Arrow(Columns):
+class ArrowFile(Columns):
     """A stream or file of Arrow, as Hugging Face datasets writes it. A chunk is a record batch."""
 
-    def __init__(self, source: Source, key: str):
+    def __init__(self, source: FileSource, key: str):
         arrow = require("pyarrow", source.name)
         content = arrow.memory_map(str(source.local()))
         try:
@@ -203,10 +203,10 @@ class Arrow(Columns):
         return (batch.slice(start, BATCH_ROWS) for start in range(0, len(batch), BATCH_ROWS))
 
 
-class JsonLines(JsonFile):
+class JsonLinesFile(JsonFile):
     """A chunk is the lines that begin in LINES_BYTES; the whole of a compressed file."""
 
-    def __init__(self, source: Source, key: str):
+    def __init__(self, source: FileSource, key: str):
         super().__init__(source, key)
         self._plain = source.name.endswith(".jsonl")
         self.chunks = max(1, -(-source.size // LINES_BYTES)) if self._plain else 1
@@ -232,7 +232,7 @@ class JsonLines(JsonFile):
             return line_number(stream, place)
 
 
-class WebDataset(JsonFile):
+class WebDatasetFile(JsonFile):
     """A chunk is the tar file; a document each .txt file, and each .json file with the key."""
 
     chunks = 1
@@ -251,10 +251,10 @@ class WebDataset(JsonFile):
                     yield content if name.endswith(".txt") else self.text(content, lambda name=name: name)
 
 
-class ArrayRecord(JsonFile):
+class ArrayRecordFile(JsonFile):
     """A chunk is RECORDS records."""
 
-    def __init__(self, source: Source, key: str):
+    def __init__(self, source: FileSource, key: str):
         super().__init__(source, key)
         module = require("array_record.python.array_record_module", source.name)
         self._reader, self._key = module.ArrayRecordReader(str(source.local())), key
@@ -269,26 +269,28 @@ class ArrayRecord(JsonFile):
             yield self.text(record, lambda number=number: f"record {number}") if self._key else record
 
 
-READERS: Mapping[str, Callable[[Source, str], StreamFile]] = MappingProxyType(
+READERS: Mapping[str, Callable[[FileSource, str], StreamFile]] = MappingProxyType(
     {
-        ".parquet": Parquet,
-        ".arrow": Arrow,
-        ".tar": WebDataset,
-        ".array_record": ArrayRecord,
-        ".arrayrecord": ArrayRecord,
-        ".jsonl": JsonLines,
-        ".jsonl.gz": JsonLines,
-        ".jsonl.zst": JsonLines,
+        ".parquet": ParquetFile,
+        ".arrow": ArrowFile,
+        ".tar": WebDatasetFile,
+        ".array_record": ArrayRecordFile,
+        ".arrayrecord": ArrayRecordFile,
+        ".jsonl": JsonLinesFile,
+        ".jsonl.gz": JsonLinesFile,
+        ".jsonl.zst": JsonLinesFile,
     }
 )
 """Suffix -> reader."""
 
 
-def open_file(source: Source, key: str) -> StreamFile:
+def open_file(source: FileSource, key: str) -> StreamFile:
     """Raises UserError for an unknown suffix, a malformed file, or one without a column of texts; OSError."""
     suffix = next((suffix for suffix in READERS if source.name.endswith(suffix)), None)
     if suffix is None:
-        raise UserError(f"{source.name}: the suffix is none of {', '.join(READERS)}")
+        plain = "; plain text becomes token files for BlendConfig: python -m megajax.preprocess --input {0} ..."
+        hint = plain.format(source.name) if source.name.endswith((".txt", ".md")) else ""
+        raise UserError(f"{source.name}: the suffix is none of {', '.join(READERS)}{hint}")
     return guarded(source.name, lambda: READERS[suffix](source, key))
 
 
@@ -304,7 +306,7 @@ def read_texts(file: StreamFile, name: str, chunk: int, most: int | None = None)
     return guarded(name, lambda: list(texts()))
 
 
-def chunks_of(source: Source, key: str) -> int:
+def chunks_of(source: FileSource, key: str) -> int:
     """The number of chunks of a file, whose first documents are read to check them. Raises as `read_texts`."""
     file = open_file(source, key)
     if file.chunks and not isinstance(file, Columns):  # which have a type
@@ -322,12 +324,12 @@ def guarded[T](name: str, read: Callable[[], T]) -> T:
         raise UserError(f"{name} can't be read: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
-def on_disk(pattern: str, key: str) -> list[tuple[Source, int]]:
+def on_disk(pattern: str, key: str) -> list[tuple[FileSource, int]]:
     """The files that match a pattern, and the number of chunks of each.
 
     A collective: a file that one process lacks or can't read is a UserError of all. The next source may be in a store.
     """
-    files = list[tuple[Source, int]]()
+    files = list[tuple[FileSource, int]]()
 
     def look() -> None:
         paths = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
@@ -339,7 +341,7 @@ def on_disk(pattern: str, key: str) -> list[tuple[Source, int]]:
     return files
 
 
-def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[Source, int]]:
+def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[FileSource, int]]:
     """The same of a store: process 0 looks, and tells the others. A collective. Raises UserError, StoreError."""
     store = open_pattern(pattern)
 
@@ -351,14 +353,14 @@ def in_store(pattern: str, key: str, blocks: BlockCache) -> list[tuple[Source, i
 
         return in_parallel(look, matching(store, pattern))
 
-    files = list[tuple[Source, int]]()
+    files = list[tuple[FileSource, int]]()
     for name, size, generation, chunks in read_by_first(facts):
         blocks.generations[f"{store.url}/{name}"] = bytes.fromhex(generation)
         files.append((StoreFile(store, name, size, blocks), chunks))
     return files
 
 
-class Documents:
+class StreamDocuments:
     """The files of a pattern as one list of chunks. Raises UserError if there are none, or for an unknown suffix."""
 
     def __init__(self, pattern: str, key: str, blocks: BlockCache):

@@ -22,7 +22,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.rows.row_source import check_row, data_seed
 from megajax.data.rows.splits import Rows, Splits, parse_paths
-from megajax.data.streams.files import Documents
+from megajax.data.streams.files import StreamDocuments
 from megajax.data.text.config import StreamConfig
 from megajax.storage.index_cache import checked_line, checked_values, content_key, user_cache
 from megajax.storage.ranged_files import BlockCache
@@ -34,7 +34,7 @@ CACHED = 2
 """Units that a lane keeps of each source."""
 
 
-class Counts:
+class TokenCounts:
     """The token counts of the chunks of a source, in files that the processes of runs append to.
 
     A line that is cut off or damaged is left out, and so are lines that differ: their chunks are counted again.
@@ -83,7 +83,7 @@ class TextPart:
     def __init__(
         self, pattern: str, config: StreamConfig, tokenizer: Tokenizer, blocks: BlockCache, number: int, seed: int
     ):
-        self.documents = Documents(pattern, config.text, blocks)
+        self.documents = StreamDocuments(pattern, config.text, blocks)
         self._tokenizer, self._number, self._seed = tokenizer, number, seed
         self._shuffle, self.pattern = config.shuffle, pattern
         self._shares = -(-config.lanes // max(1, len(self.documents.places)))
@@ -92,7 +92,7 @@ class TextPart:
         key = content_key(
             {"files": facts, "text": config.text, "tokenizer": tokenizer.identity, "shares": self._shares}
         )
-        self.counts = Counts((Path(config.cache_dir) if config.cache_dir else user_cache()) / "streams" / key[:24])
+        self.counts = TokenCounts((Path(config.cache_dir) if config.cache_dir else user_cache()) / "streams" / key[:24])
         if not self.units:
             raise UserError(f"data: the files of {pattern} have no documents")
 

@@ -1,13 +1,16 @@
 """Configs of text for language models."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from megajax.config.bounds import Bounds, Count, NotNegative, Share
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem, UserError
-from megajax.config.file_paths import PathText, StoredText
-from megajax.data.rows.config import LoaderConfig, TokenFilesConfig, at_least, between, split_problems
+from megajax.config.paths_and_store_urls import PathText, StoredText
+from megajax.data.rows.config import LoaderConfig, Split, TokenFilesConfig
 from megajax.data.rows.splits import parse_paths
+
+type Megabytes = Annotated[float, Bounds(at_least=0.01, at_most=1e6)]
 
 
 def text_leaves(isolated: bool) -> dict[str, str]:
@@ -16,7 +19,7 @@ def text_leaves(isolated: bool) -> dict[str, str]:
     return leaves | {"segment_ids": "int32"} if isolated else leaves
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BlendConfig(TokenFilesConfig):
     """A token file or a weighted blend of several, cut into the same rows as in Megatron-LM.
 
@@ -44,7 +47,7 @@ class BlendConfig(TokenFilesConfig):
         return text_leaves(self.isolate_documents or self.reset_attention_mask)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MockConfig(Builds):
     """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: 100,000 of random length, a third per split.
 
@@ -65,7 +68,7 @@ class MockConfig(Builds):
         return text_leaves(self.isolate_documents)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StandardLibraryConfig(Builds):
     """The source files of Python's standard library as text, for the byte tokenizer. Needs no download.
 
@@ -74,9 +77,9 @@ class StandardLibraryConfig(Builds):
 
     target: ClassVar[str] = "megajax.data.standard_library:build_splits"
 
-    megabytes: float = 8.0
+    megabytes: Megabytes = 8.0
     """Size of the text in 10^6 bytes: whole files, one document each, up to this limit."""
-    split: str = "90,9,1"
+    split: Split = "90,9,1"
     """Shares of training, validation and test, by number of files."""
     cache_dir: PathText | None = None
     """Folder for the token file and its index; none: the user's cache folder."""
@@ -91,11 +94,8 @@ class StandardLibraryConfig(Builds):
         """The leaves of a row, name -> dtype."""
         return text_leaves(self.isolate_documents)
 
-    def problems(self) -> list[Problem]:
-        return split_problems(self.split) + between("megabytes", self.megabytes, 0.01, 1e6)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FillInMiddleConfig(BlendConfig):
     """Token files with some documents reordered, so that a model learns to fill in the middle (FIM; Bavarian et al.
     2022).
@@ -105,9 +105,9 @@ class FillInMiddleConfig(BlendConfig):
 
     target: ClassVar[str] = "megajax.data.text.fim:build_splits"
 
-    rate: float = 0.5
+    rate: Share = 0.5
     """Share of the documents that are reordered."""
-    spm_rate: float = 0.5
+    spm_rate: Share = 0.5
     """Share of those with the suffix before the prefix (SPM); the others have prefix, suffix, middle (PSM)."""
     prefix_token: str = "<fim_prefix>"
     """Token before the prefix."""
@@ -118,7 +118,7 @@ class FillInMiddleConfig(BlendConfig):
     fragment_token: str | None = None
     """Token at which documents are cut into fragments that are reordered one by one, such as the files of a repository;
     none: documents are reordered as a whole."""
-    fragment_rate: float = 0.5
+    fragment_rate: Share = 0.5
     """Share of the fragments that are reordered, within a reordered document."""
     unchanged_prefix: str | None = None
     """Documents and fragments that begin with this text are not reordered."""
@@ -127,9 +127,7 @@ class FillInMiddleConfig(BlendConfig):
     all earlier rows. False: each row has its own generator."""
 
     def problems(self) -> list[Problem]:
-        problems = BlendConfig.problems(self)
-        for name in ("rate", "spm_rate", "fragment_rate"):
-            problems += between(name, getattr(self, name), 0, 1)
+        problems = super().problems()
         if self.isolate_documents:
             problem = "needs the borders of the stored documents, which reordering moves"
             hint = "use reset_attention_mask and reset_positions, which go by end-of-document tokens"
@@ -137,7 +135,7 @@ class FillInMiddleConfig(BlendConfig):
         return problems
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamConfig(Builds):
     """Text files as they are, tokenized while the run reads them: Parquet, Arrow, WebDataset, ArrayRecord, JSON lines.
 
@@ -160,7 +158,7 @@ class StreamConfig(Builds):
     record of ArrayRecord is the text."""
     shuffle: bool = True
     """Read the chunks of files, and the documents of a chunk, in a different random order in each pass."""
-    lanes: int = 64
+    lanes: Count = 64
     """Streams that are read side by side, row i from stream i modulo this. A process tokenizes the streams of its rows,
     so with several processes it should be batch.global_size. Another number changes the order of the rows."""
     isolate_documents: bool = False
@@ -168,7 +166,7 @@ class StreamConfig(Builds):
     cache_dir: PathText | None = None
     """Folder for the token counts of chunks, with which a resumed run finds its place without reading what came before,
     and for what is kept of files in object stores; none: the user's cache folder."""
-    cache_gib: float = 64.0
+    cache_gib: NotNegative = 64.0
     """Size limit of what is kept of files in object stores, GiB on each host."""
     seed: int | None = None
     """Seed for the order of chunks and documents; none: the run's seed."""
@@ -180,7 +178,7 @@ class StreamConfig(Builds):
         return text_leaves(self.isolate_documents)
 
     def problems(self) -> list[Problem]:
-        problems = at_least("lanes", self.lanes, 1) + at_least("cache_gib", self.cache_gib, 0)
+        problems = []
         for name in ("paths", "valid_paths", "test_paths"):
             try:
                 parse_paths(getattr(self, name) or ("unset",))

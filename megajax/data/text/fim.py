@@ -14,7 +14,7 @@ from megajax.batch import Schema
 from megajax.data.rows.row_source import SEEDS, SampleGenerators
 from megajax.data.rows.splits import Rows, Splits
 from megajax.data.text.config import FillInMiddleConfig
-from megajax.data.text.gpt import DatasetBuilder, GPTDataset, TokenSource
+from megajax.data.text.gpt import DatasetBuilder, GPTDataset, RowOptions, TokenSource
 from megajax.data.text.gpt_index import RowIndex
 from megajax.tokenizers.base import Tokenizer, token_id
 
@@ -108,7 +108,7 @@ class FillInMiddle(GPTDataset):
     """
 
     def __init__(
-        self, tokens: TokenSource, index: RowIndex, options: Any, *, reorder: MiddleLast, seed: int, **more: Any
+        self, tokens: TokenSource, index: RowIndex, options: RowOptions, *, reorder: MiddleLast, seed: int, **more: Any
     ):
         super().__init__(tokens, index, options, **more)
         self._reorder, self._generators = reorder, SampleGenerators(seed)

@@ -11,7 +11,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.data.rows.blend import BlendBuilder
-from megajax.data.rows.row_source import check_row, check_vocabulary, damaged_index, files_of, order_checksum
+from megajax.data.rows.row_source import TokenRows, check_row, check_vocabulary, damaged_index, order_checksum
 from megajax.data.rows.splits import Rows, Splits, parse_split
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.gpt_index import IndexRequest, RowIndex, build_index, least_tokens, split_tokens
@@ -25,7 +25,7 @@ NO_PAD = -1
 """Padding value for tokenizers without a pad token; not a valid token."""
 
 
-class Tokenizer(Protocol):
+class DocumentTokenizer(Protocol):
     """The attributes of a tokenizer that datasets need."""
 
     vocabulary_size: int
@@ -64,7 +64,7 @@ class RowOptions:
     """A new segment, from position 0, at the start of each document."""
 
 
-def pad_token(tokenizer: Tokenizer) -> int:
+def pad_token(tokenizer: DocumentTokenizer) -> int:
     """The tokenizer's pad token, or -1 if it has none or if it is the end-of-document token."""
     return NO_PAD if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
 
@@ -74,7 +74,7 @@ def _constant(values: np.ndarray) -> np.ndarray:
     return values
 
 
-class GPTDataset:
+class GPTDataset(TokenRows):
     """Row i of a split as a dict of arrays, a pure function of i.
 
     `dataset[i]` has these read-only arrays of length S:
@@ -101,7 +101,13 @@ class GPTDataset:
     """
 
     def __init__(
-        self, tokens: TokenSource, index: RowIndex, options: RowOptions, *, tokenizer: Tokenizer, passes: int = 1
+        self,
+        tokens: TokenSource,
+        index: RowIndex,
+        options: RowOptions,
+        *,
+        tokenizer: DocumentTokenizer,
+        passes: int = 1,
     ):
         self.tokens, self.index, self.options, self.passes = tokens, index, options, passes
         self.index_files: tuple[Path, ...] = ()
@@ -122,10 +128,6 @@ class GPTDataset:
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended."""
         return f"{order_checksum(self.index.documents)}-{order_checksum(self.index.shuffle)}"
-
-    def files(self) -> list[str]:
-        """The files that are read."""
-        return files_of(self.tokens)
 
     def __len__(self) -> int:
         return len(self._shuffle)
@@ -229,7 +231,7 @@ class GPTDataset:
 class DatasetBuilder(BlendBuilder[GPTDataset]):
     """Rows for language models; splits are shares of the sequences."""
 
-    def __init__(self, config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
+    def __init__(self, config: BlendConfig, *, tokenizer: DocumentTokenizer, sequence_length: int, seed: int):
         super().__init__(config, seed=seed)
         self.tokenizer, self.drop_last = tokenizer, config.drop_last
         self.options = RowOptions(
@@ -285,7 +287,7 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
         return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
 
 
-def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
+def build_splits(config: BlendConfig, *, tokenizer: DocumentTokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of tokens for the splits that a run requests; see `BlendBuilder.build`."""
     builder = DatasetBuilder(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
     return builder.build(rows)
@@ -331,7 +333,9 @@ class MockTokens:
         return hashlib.sha256(f"mock {self._vocabulary_size} {self._eod}".encode()).hexdigest()
 
 
-def build_mock_splits(config: MockConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
+def build_mock_splits(
+    config: MockConfig, *, tokenizer: DocumentTokenizer, schema: Schema, rows: Rows, seed: int
+) -> Splits:
     """Synthetic rows for the splits that a run requests; each split has a third of the documents."""
     blend = BlendConfig(seed=config.seed, isolate_documents=config.isolate_documents)
     builder = DatasetBuilder(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)

@@ -28,12 +28,12 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.file_paths import store_url
-from megajax.data.progress_line import Progress
+from megajax.config.paths_and_store_urls import store_url
+from megajax.data.progress_line import FileProgress
 from megajax.storage.index_cache import content_digest
 from megajax.storage.local_copies import local_copy
 from megajax.storage.ranged_files import BlockCache, StoredFile
-from megajax.storage.reading import ReadFile, with_retries
+from megajax.storage.retried_reads import ReadFile, with_retries
 from megajax.storage.stores import open_object
 from megajax.storage.write_errors import write_fault
 
@@ -239,7 +239,7 @@ def integer_tokens(prefix: Path | str, blocks: BlockCache | None = None, *, pref
     """
     tokens = IndexedTokens(prefix, blocks=blocks)
     if prefetch and isinstance(tokens.file, StoredFile):
-        tokens.file.prefetch(Progress("MiB", f"reading {tokens.file.path}"))
+        tokens.file.prefetch(FileProgress("MiB", f"reading {tokens.file.path}"))
     if tokens.dtype.kind not in "iu":
         raise UserError(f"{prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
     return tokens

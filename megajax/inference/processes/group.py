@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 import jax.numpy as jnp
@@ -31,8 +32,8 @@ from megajax.inference.sampling.chooser import PromptScorer
 from megajax.inference.speculation.prediction_heads import AfterStep
 from megajax.inference.step_arrays import Bucket, StepArrays, Texts
 from megajax.mesh.mesh import find_devices
-from megajax.mesh.processes.message_stream import Receiver, Sender
-from megajax.mesh.processes.peers import Peers
+from megajax.processes.message_stream import Receiver, Sender
+from megajax.processes.peers import Peers
 
 CLASSES: Mapping[str, Any] = {
     kind.__name__: kind
@@ -43,7 +44,7 @@ ALIGNMENT = 16
 """Arrays begin at multiples of this number of bytes."""
 
 
-def encode(tree: Any) -> bytes:
+def encode(tree: object) -> bytes:
     """None, numbers, texts, arrays, and tuples and mappings of them, as bytes. Raises TypeError for anything else."""
     arrays: list[np.ndarray] = []
     structure, parts, entries = _described(tree, arrays), [], []
@@ -79,7 +80,7 @@ def _trimmed(array: np.ndarray) -> tuple[np.ndarray, Any]:
     return array[:, : int(used[-1]) + 1 if used.size else 0], fill.item()
 
 
-def _described(tree: Any, arrays: list[np.ndarray]) -> Any:
+def _described(tree: object, arrays: list[np.ndarray]) -> Any:
     """The structure of a tree as JSON. arrays: those of the tree are appended."""
     match tree:
         case None | bool() | int() | float() | str():
@@ -129,7 +130,7 @@ class Processes:
     """
 
     def __init__(self):
-        """Connects the processes, which `megajax.mesh.processes.agreement.start` has joined."""
+        """Connects the processes, which `megajax.processes.start.start` has joined."""
         self.stop_asked = threading.Event()
         """In process 0: set if another process was asked to stop."""
         self._link: Sender | Receiver | None = None
@@ -150,7 +151,7 @@ class Processes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(self._link, Receiver) and error is not None:
             self._link.fail(first_line(error), error.code if isinstance(error, UserError) else 1)
 
@@ -184,7 +185,7 @@ class Processes:
             device.programs.operate(name, *arguments)
         return 0
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self._signal is not None and time.monotonic() > self._signal[1] + DUPLICATE_SECONDS:
             os._exit(128 + number)

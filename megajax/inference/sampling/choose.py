@@ -26,7 +26,7 @@ WORD = 32
 """Bits of a word of a mask."""
 
 
-class Program(IntEnum):
+class Choosing(IntEnum):
     """The compiled programs that choose tokens. Each includes the previous ones: a step runs the largest of its rows'.
 
     A row's token does not depend on the program.
@@ -88,9 +88,9 @@ class RowSampling(NamedTuple):
     """The settings of the rows of a step; None for those that the program does not read."""
 
     drawing: Drawing | None = None
-    """Read by Program.SAMPLED and Program.FULL."""
+    """Read by Choosing.SAMPLED and Choosing.FULL."""
     edits: Edits | None = None
-    """Read by Program.FULL."""
+    """Read by Choosing.FULL."""
 
 
 class Chosen(NamedTuple):
@@ -106,7 +106,7 @@ class Chosen(NamedTuple):
     finite: Array
     """bool [R]: whether all logits of the row are finite."""
     scores: "Scores | None" = None
-    """Read by Program.FULL."""
+    """Read by Choosing.FULL."""
     listed: Array | None = None
     """float32 [R, N]: log-probabilities of `Edits.listed` under the model; without meaning where it is -1."""
 
@@ -123,13 +123,19 @@ class Scores(NamedTuple):
 
 
 def choose(
-    layout: Layout, size: int, program: Program, k: int, logits: Array, rows: RowSampling, tokens: Array | None = None
+    layout: Layout,
+    size: int,
+    program: Choosing,
+    k: int,
+    logits: Array,
+    rows: RowSampling,
+    tokens: Array | None = None,
 ) -> Chosen:
-    """The next token of each row and its log-probability; for Program.FULL, its rank and the k most likely tokens.
+    """The next token of each row and its log-probability; for Choosing.FULL, its rank and the k most likely tokens.
 
     size: number of ids in use; later columns are padding. logits: float32 [R, V], laid out (batch, vocab), V divisible
     by the devices of `vocab`. rows: must have what `program` reads. tokens: int32 [R / D, L], prompt, answer and draft
-    of each row of the step; required for Program.FULL.
+    of each row of the step; required for Choosing.FULL.
 
     Sampling uses the Gumbel-max method: a token is the argmax of logits / temperature + noise. The noise depends only
     on the row's seed, the number of the token and the id, so a row's token does not depend on other rows or on the
@@ -140,7 +146,7 @@ def choose(
     row: Any = ROW
     several: Any = ROWS
     out: Any = Chosen(row, row, row, row)
-    if program == Program.FULL:
+    if program == Choosing.FULL:
         out = out._replace(scores=Scores(row, several, several), listed=several)
 
     def local(logits: Array, noise: Array | None, rows: RowSampling, tokens: Array | None) -> Chosen:
@@ -161,7 +167,7 @@ def _axes(array: Array) -> tuple[str | None, ...]:
 
 def _choose(
     shard: VocabularyShard,
-    program: Program,
+    program: Choosing,
     k: int,
     logits: Array,
     noise: Array | None,
@@ -172,14 +178,14 @@ def _choose(
     raw = jnp.where(used, logits, -jnp.inf)
     finite = shard.sum((used & ~jnp.isfinite(logits)).sum(-1, dtype=jnp.int32)) == 0
     x, listed = raw, None
-    if program == Program.FULL:
+    if program == Choosing.FULL:
         if rows.edits is None or tokens is None:
-            raise ValueError("Program.FULL needs the edits and tokens of the rows")
+            raise ValueError("Choosing.FULL needs the edits and tokens of the rows")
         x = add_biases(mask_disallowed(x, rows.edits.allowed, shard), rows.edits, shard)
         x = apply_penalties(x, rows.edits, tokens, shard)
     top, first = best(x, 1, shard)
     token, drawn, as_is = first[:, 0], jnp.zeros(len(raw)), jnp.zeros(len(raw), bool)
-    if program >= Program.SAMPLED:
+    if program >= Choosing.SAMPLED:
         if rows.drawing is None or noise is None:
             raise ValueError(f"Program.{program.name} needs to know how the rows draw")
         sampled = rows.drawing.temperature > 0
@@ -188,8 +194,8 @@ def _choose(
         as_is = _draws_as_is(rows.drawing) & (shard.sum((x != raw).sum(-1, dtype=jnp.int32)) == 0)
     normaliser = normaliser_of(raw, shard)
     logit = shard.sum(entries(raw, token, shard))
-    scores = scores_of(raw, logit, normaliser, k, shard) if program == Program.FULL else None
-    if program == Program.FULL and rows.edits is not None:
+    scores = scores_of(raw, logit, normaliser, k, shard) if program == Choosing.FULL else None
+    if program == Choosing.FULL and rows.edits is not None:
         listed = normaliser.log_p(shard.sum(entries_of(raw, rows.edits.listed, shard)))
     usable, log_p = finite & (top[:, 0] > -jnp.inf), normaliser.log_p(logit)
     return Chosen(jnp.where(usable, token, -1), log_p, jnp.where(as_is, log_p, drawn), finite, scores, listed)

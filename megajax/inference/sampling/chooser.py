@@ -19,10 +19,10 @@ from megajax.inference.sampling.choose import (
     ROW,
     ROWS,
     WORD,
+    Choosing,
     Chosen,
     Drawing,
     Edits,
-    Program,
     RowSampling,
     Scores,
     choose,
@@ -35,6 +35,7 @@ from megajax.inference.sampling_settings import BAD, BIASES, LISTED, STOP_TOKENS
 from megajax.inference.step_arrays import Bucket, first_tokens
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import devices_along
+from megajax.models.protocol import GeneratingModel
 
 TOP, PROMPT_TOP = 64, 20
 """Number of most likely tokens computed for a row, as beam searches need, and for a token of a prompt."""
@@ -97,7 +98,7 @@ def prompt_scores(
     return lax.map(piece, jnp.asarray(firsts, jnp.int32))
 
 
-class Choice(NamedTuple):
+class PlacedChoice(NamedTuple):
     """The choice of a token of a row."""
 
     place: int
@@ -110,7 +111,7 @@ class Choice(NamedTuple):
 class RowChooser(NamedTuple):
     """Chooses tokens by the settings of each row, in a compiled program."""
 
-    program: Program
+    program: Choosing
     size: int
     """Number of ids in use."""
 
@@ -127,7 +128,7 @@ class RowChooser(NamedTuple):
     def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket) -> RowSampling:
         """The arrays of one step of each replica. work: steps of the scheduler."""
         placed = [
-            Choice(bucket.choices * replica + bucket.width * number + ahead, row, ahead)
+            PlacedChoice(bucket.choices * replica + bucket.width * number + ahead, row, ahead)
             for replica, step in enumerate(work)
             for number, (row, _) in enumerate(step.parts() if step else [])
             for ahead in range(1 + len(row.draft))
@@ -143,7 +144,7 @@ class PromptScorer(NamedTuple):
     size: int
     """Number of ids in use."""
 
-    def __call__(self, layout: Layout, model: Any, states: Array, targets: Array) -> PromptScores:
+    def __call__(self, layout: Layout, model: GeneratingModel, states: Array, targets: Array) -> PromptScores:
         def logits_of(states: Array) -> Array:
             return model.next_logits(states)[:, 0]
 
@@ -166,32 +167,32 @@ def choosers(size: int, *, invariant: bool = False) -> tuple[RowChooser, ...]:
 
     invariant: only the last one, so that the compiled step of a row does not depend on other rows' settings.
     """
-    return tuple(RowChooser(program, size) for program in Program if program == Program.FULL or not invariant)
+    return tuple(RowChooser(program, size) for program in Choosing if program == Choosing.FULL or not invariant)
 
 
-def program_of(row: Sequence) -> Program:
+def program_of(row: Sequence) -> Choosing:
     """The first program that serves a row."""
     settings = row.sampling
     edited = settings.logit_bias or settings.bad_tokens or row.allowed is not None or row.forbidden()
     if row.top or settings.penalized() or edited or row.guide is not None:
-        return Program.FULL
-    return Program.SAMPLED if settings.temperature > 0 else Program.GREEDY
+        return Choosing.FULL
+    return Choosing.SAMPLED if settings.temperature > 0 else Choosing.GREEDY
 
 
-def row_sampling(placed: abc.Sequence[Choice], program: Program, count: int, size: int) -> RowSampling:
+def row_sampling(placed: abc.Sequence[PlacedChoice], program: Choosing, count: int, size: int) -> RowSampling:
     """Numpy arrays with `count` rows. Those without a choice have neutral settings."""
-    drawing = _drawing(placed, count) if program >= Program.SAMPLED else None
-    return RowSampling(drawing, _edits(placed, count, size) if program == Program.FULL else None)
+    drawing = _drawing(placed, count) if program >= Choosing.SAMPLED else None
+    return RowSampling(drawing, _edits(placed, count, size) if program == Choosing.FULL else None)
 
 
-def _column(placed: abc.Sequence[Choice], count: int, neutral: float, name: str) -> np.ndarray:
+def _column(placed: abc.Sequence[PlacedChoice], count: int, neutral: float, name: str) -> np.ndarray:
     column = np.full(count, neutral, np.float32)
     for place, row, _ in placed:
         column[place] = getattr(row.sampling, name)
     return column
 
 
-def _drawing(placed: abc.Sequence[Choice], count: int) -> Drawing:
+def _drawing(placed: abc.Sequence[PlacedChoice], count: int) -> Drawing:
     seed, number = np.zeros((count, 2), np.uint32), np.zeros(count, np.int32)
     for place, row, ahead in placed:
         seed[place], number[place] = divmod(row.seed, 2**32), row.generated + ahead
@@ -205,7 +206,7 @@ def _drawing(placed: abc.Sequence[Choice], count: int) -> Drawing:
     )
 
 
-def _edits(placed: abc.Sequence[Choice], count: int, size: int) -> Edits:
+def _edits(placed: abc.Sequence[PlacedChoice], count: int, size: int) -> Edits:
     allowed = np.full((count, -(-size // WORD)), 2**WORD - 1, np.uint32)
     tokens, biases = np.full((count, EDITED), -1, np.int32), np.zeros((count, EDITED), np.float32)
     prompt, length = np.zeros(count, np.int32), np.zeros(count, np.int32)

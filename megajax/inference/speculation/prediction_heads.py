@@ -28,8 +28,8 @@ from megajax.config.errors import UserError
 from megajax.inference.loaded_model import CacheSize, LoadedModel
 from megajax.inference.model_step import STATES, step_context, step_rows
 from megajax.inference.request import Sequence, Step
-from megajax.inference.sampling.choose import Drawing, Program, RowSampling, choose
-from megajax.inference.sampling.chooser import Choice, row_sampling
+from megajax.inference.sampling.choose import Choosing, Drawing, RowSampling, choose
+from megajax.inference.sampling.chooser import PlacedChoice, row_sampling
 from megajax.inference.step_arrays import AWAITED, NOWHERE, Bucket, StepArrays, like_arrays
 from megajax.kernels.paged.capability import PagedKernel
 from megajax.layers.context import Context
@@ -39,14 +39,14 @@ from megajax.layers.stack.config import StackConfig
 COLUMN, ROW = ("batch", None), ("batch",)
 
 
-class AfterStep(NamedTuple):
+class AfterStep[T](NamedTuple):
     """What the heads read of the rows of a step, beside its arrays."""
 
-    known: Any
+    known: T
     """int32 [R, H]: tokens after the last one of a prompt's chunk; AWAITED where there is none yet."""
-    blocks: Any
+    blocks: T
     """int32 [R]: blocks of the row."""
-    room: Any
+    room: T
     """int32 [R]: most tokens of the next draft."""
     drawing: Any
     """`Drawing` [R]: how the token after the row's last one is drawn."""
@@ -81,7 +81,7 @@ class PredictionHeads:
     ):
         """loaded, size, buckets, length, dtype: of the programs that verify, see `Programs`; all buckets have drafts;
         vocabulary: ids in use."""
-        drafts, rows = (max(getattr(bucket, name) for bucket in buckets) for name in ("drafts", "rows"))
+        drafts, rows = max(bucket.drafts for bucket in buckets), max(bucket.rows for bucket in buckets)
         cfg = heads_alone(loaded.cfg, drafts)
         # The heads have no slots for adapters.
         self.loaded, self.vocabulary, self.kernel = replace(loaded.described(), adapters=None), vocabulary, kernel
@@ -97,15 +97,15 @@ class PredictionHeads:
 
     def inputs(self, work: abc.Sequence[Step | None], bucket: Bucket) -> AfterStep:
         """`AfterStep` of a step of each replica."""
-        count, placed = len(work) * bucket.rows, list[Choice]()
+        count, placed = len(work) * bucket.rows, list[PlacedChoice]()
         known, (blocks, room) = np.full((count, self.count), AWAITED, np.int32), np.zeros((2, count), np.int32)
         for replica, step in enumerate(work):
             for number, (row, computed) in enumerate(step.parts() if step else []):
                 place, following = bucket.rows * replica + number, row.tokens[computed : computed + self.count]
                 known[place, : len(following)] = following
                 blocks[place], room[place] = len(row.blocks), _room(row, computed)
-                placed.append(Choice(place, row, 0))
-        drawing = row_sampling(placed, Program.SAMPLED, count, self.vocabulary).drawing
+                placed.append(PlacedChoice(place, row, 0))
+        drawing = row_sampling(placed, Choosing.SAMPLED, count, self.vocabulary).drawing
         return AfterStep(known, blocks, room, drawing)
 
     def receive(self, work: abc.Sequence[Step | None], bucket: Bucket, drafts: np.ndarray) -> None:
@@ -136,7 +136,7 @@ class PredictionHeads:
                 logits, number = model.padded_logits(x)[:, 0], after.drawing.number + (accepted + 1 + ahead)
                 rows = RowSampling(after.drawing._replace(number=number))
                 # 0 without a finite logit, which the model rejects.
-                return jnp.maximum(choose(layout, self.vocabulary, Program.SAMPLED, 1, logits, rows).token, 0)
+                return jnp.maximum(choose(layout, self.vocabulary, Choosing.SAMPLED, 1, logits, rows).token, 0)
 
             for head in range(heads):
                 tokens = shifted(tokens, place, token, after.known[:, head])

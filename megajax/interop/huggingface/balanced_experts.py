@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, gated
 from megajax.interop.huggingface.decoders import experts as expert_rows
 from megajax.interop.huggingface.family import Settings
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, RouterConfig, SharedExpertConfig
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
@@ -25,20 +25,20 @@ SPARSE, DENSE = "sparse", "dense"
 """Kinds of layers in mlp_layer_types."""
 
 
-def layer_types(dense: int, layers: int) -> list[str]:
-    """mlp_layer_types of a model whose first layers have no experts."""
-    return [DENSE] * dense + [SPARSE] * (layers - dense)
+def dense_layers(settings: Settings, default: int = 0, *, by_kinds: bool = False) -> Collection[int]:
+    """Numbers of the layers without experts: the first ones, or those that mlp_layer_types says.
 
-
-def dense_layers(settings: Settings, default: int = 0) -> int:
-    """The number of layers without experts, which are the first ones. default: of first_k_dense_replace."""
+    default: of first_k_dense_replace; by_kinds: whether the class reads mlp_layer_types.
+    """
     count, kinds = settings.take("first_k_dense_replace", default), settings.take("mlp_layer_types", kind=list)
     if kinds is None:
-        return count
-    count = kinds.count(DENSE)
-    if kinds != layer_types(count, settings.peek("num_hidden_layers")):
+        return range(count)
+    layers, dense = settings.peek("num_hidden_layers"), [number for number, kind in enumerate(kinds) if kind == DENSE]
+    if len(kinds) != layers or not {*map(str, kinds)} <= {DENSE, SPARSE}:
+        settings.refuse("mlp_layer_types", kinds, f"must be {DENSE} or {SPARSE} for each of {layers} layers")
+    elif dense != [*range(len(dense))] and not by_kinds:
         settings.refuse("mlp_layer_types", kinds, f"only {DENSE} layers before {SPARSE} ones are supported")
-    return count
+    return dense
 
 
 def experts(settings: Settings, mlp: GatedMLPConfig) -> MoEConfig:
@@ -89,16 +89,22 @@ def prediction(settings: Settings) -> PredictionConfig | None:
     return PredictionConfig(depth=depth, weight=0.3) if depth else None
 
 
-def write(cfg: Any) -> dict[str, Any]:
-    """The settings of the experts."""
+def layer_kinds(cfg: DecoderConfig) -> dict[str, Any]:
+    """mlp_layer_types."""
+    dense = decoders.feed_forwards(cfg).dense
+    return {"mlp_layer_types": [DENSE if layer in dense else SPARSE for layer in range(cfg.stack.layers())]}
+
+
+def write(cfg: DecoderConfig, *, by_kinds: bool = False) -> dict[str, Any]:
+    """The settings of the experts. by_kinds: see `dense_layers`."""
     moe, dense, ffn = decoders.feed_forwards(cfg)
     shared = 0 if moe.shared is None else moe.shared.mlp.ffn
-    if dense != [*range(len(dense))] or shared % moe.expert.ffn:
+    if (dense != [*range(len(dense))] and not by_kinds) or shared % moe.expert.ffn:
         raise ValueError("layers without experts are not the first ones, or shared experts have another width")
     return {
         "intermediate_size": ffn,
         "n_shared_experts": shared // moe.expert.ffn,
-        "first_k_dense_replace": len(dense),
+        **(layer_kinds(cfg) if by_kinds else {"first_k_dense_replace": len(dense)}),
         **experts_settings(moe),
     }
 
@@ -115,10 +121,10 @@ def experts_settings(moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-def write_balanced(cfg: Any) -> dict[str, Any]:
+def write_balanced(cfg: DecoderConfig, *, by_kinds: bool = False) -> dict[str, Any]:
     """Those of `balanced` and `prediction` besides."""
     return {
-        **write(cfg),
+        **write(cfg, by_kinds=by_kinds),
         "norm_topk_prob": decoders.feed_forwards(cfg).moe.router.normalise == "chosen",
         "num_nextn_predict_layers": 0 if cfg.prediction is None else cfg.prediction.depth,
     }

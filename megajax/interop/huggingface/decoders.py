@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import (
     Family,
     Settings,
     activation_name,
     class_settings,
     classes,
+    final_norm,
     layers_of,
     linear,
     norm,
@@ -21,6 +21,7 @@ from megajax.interop.huggingface.family import (
 )
 from megajax.interop.huggingface.family import attention as attention_rows
 from megajax.interop.huggingface.rotary import FULL, SLIDING, rope, rope_settings
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig, MixerConfig
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -65,7 +66,7 @@ def head_size(settings: Settings) -> int:
 
 def gated_mlp(settings: Settings, *, bias: bool = False, activation: str = "hidden_act") -> GatedMLPConfig:
     """A gated feed-forward layer. activation: name of its setting."""
-    function: Any = settings.activation(activation, "silu")
+    function = settings.activation(activation, "silu")
     return GatedMLPConfig(ffn=settings.need("intermediate_size"), activation=function, bias=bias)
 
 
@@ -93,6 +94,9 @@ def decoder(
     mixers: list[Any] = list(mixer) if isinstance(mixer, Sequence) else [mixer] * layers
     block = {name: changes.pop(name) for name in OF_BLOCKS if name in changes}
     blocks = [BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm, **block) for layer, mixer in enumerate(mixers)]
+    following = replace(blocks[-1], mlp=mlp(layers))
+    if (ahead := changes.get("prediction")) is not None and following != blocks[-1]:
+        changes["prediction"] = replace(ahead, block=following)
     return DecoderConfig(
         hidden=settings.need("hidden_size"),
         vocabulary_size=settings.need("vocab_size"),
@@ -118,7 +122,7 @@ def with_scores(settings: Settings, model: DecoderConfig) -> DecoderConfig | Dec
     return DecoderClassifierConfig(head=head, **{f.name: getattr(model, f.name) for f in fields(model)})
 
 
-def scores_settings(cfg: Any, architecture: str) -> dict[str, Any]:
+def scores_settings(cfg: DecoderConfig, architecture: str) -> dict[str, Any]:
     """The reverse of `with_scores`; {} for a model without such a head. architecture: class of the family."""
     if not isinstance(cfg, DecoderClassifierConfig):
         return {}
@@ -126,7 +130,7 @@ def scores_settings(cfg: Any, architecture: str) -> dict[str, Any]:
     return {**architectures, **class_settings(cfg.head.columns())}
 
 
-def attention_mixers(cfg: Any) -> list[AttentionConfig]:
+def attention_mixers(cfg: DecoderConfig) -> list[AttentionConfig]:
     """The attention of the layers that have it. Raises ValueError for a model without such layers."""
     mixers = [block.mixer for block in layers_of(cfg) if isinstance(block.mixer, AttentionConfig)]
     if not mixers:
@@ -145,22 +149,22 @@ class FeedForwards(NamedTuple):
     """Width of the layers without experts; if there are none, of an expert."""
 
 
-def feed_forwards(cfg: Any) -> FeedForwards:
-    """Raises ValueError for a model without experts."""
+def feed_forwards(cfg: DecoderConfig) -> FeedForwards:
+    """Prediction blocks count. Without any experts, `moe` has none: a folder may have only the layers before them."""
     mlps = [block.mlp for block in layers_of(cfg)]
-    moe = next((mlp for mlp in mlps if isinstance(mlp, MoEConfig)), None)
-    if moe is None:
-        raise ValueError("no layer has experts")
+    plain: Any = mlps[0]
+    every = [*mlps, *(block.mlp for block in cfg.predicting_blocks())]
+    moe = next((mlp for mlp in every if isinstance(mlp, MoEConfig)), MoEConfig(experts=0, top_k=1, expert=plain))
     dense = [number for number, mlp in enumerate(mlps) if not isinstance(mlp, MoEConfig)]
     return FeedForwards(moe, dense, mlps[dense[0]].ffn if dense else moe.expert.ffn)
 
 
-def model_settings(cfg: Any, mlp: Any) -> dict[str, Any]:
+def model_settings(cfg: DecoderConfig, mlp: Any) -> dict[str, Any]:
     """The settings of config.json that all these families share. mlp: config of a layer or an expert."""
     return {
         "hidden_size": cfg.hidden,
         "num_hidden_layers": cfg.stack.layers(),
-        "rms_norm_eps": cfg.norm.epsilon,
+        "rms_norm_eps": final_norm(cfg).epsilon,
         "max_position_embeddings": cfg.sequence_length,
         "vocab_size": cfg.vocabulary_size,
         "tie_word_embeddings": cfg.tied,
@@ -170,7 +174,7 @@ def model_settings(cfg: Any, mlp: Any) -> dict[str, Any]:
     }
 
 
-def write(cfg: Any, *windows: str, moe: MoEConfig | None = None) -> dict[str, Any]:
+def write(cfg: DecoderConfig, *windows: str, moe: MoEConfig | None = None) -> dict[str, Any]:
     """The settings of Llama's blocks, with experts or without. windows: names of the family's window settings."""
     blocks, mixers = layers_of(cfg), attention_mixers(cfg)
     sliding, first = window_settings(mixers), mixers[0]

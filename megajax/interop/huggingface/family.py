@@ -11,11 +11,16 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from math import inf, isfinite, nan
+from typing import Any, Literal, NamedTuple
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.config.errors import UserError
+from megajax.config.hints import below
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.stack.config import blocks_of
+from megajax.models.decoder.config import DecoderConfig
+from megajax.models.protocol import ModelConfig
+from megajax.models.vision.config import VisionTowerConfig
 
 LARGEST = 2**31 - 1
 LARGEST_FLOAT = sys.float_info.max
@@ -50,13 +55,37 @@ def _requirement(value: Any, kind: type) -> str:
     return "" if fits else description
 
 
-def _to_text(value: Any) -> str:
+SPECIAL, SPECIAL_FLOATS = "__float__", {"Infinity": inf, "-Infinity": -inf, "NaN": nan}
+"""transformers 5 writes such a float as {"__float__": "Infinity"}; older versions wrote it bare, which is no JSON."""
+
+
+def read_floats(value: object) -> Any:
+    """A setting, or a list of them, with the floats that transformers 5 writes as mappings."""
+    if isinstance(value, list):
+        return [read_floats(item) for item in value]
+    is_special = isinstance(value, dict) and value.keys() == {SPECIAL}
+    return SPECIAL_FLOATS.get(str(value[SPECIAL]), value) if is_special else value
+
+
+def written_floats(value: object) -> Any:
+    """A setting with floats that JSON does not have as transformers 5 writes them."""
+    if isinstance(value, dict):
+        return {name: written_floats(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [written_floats(item) for item in value]
+    if not isinstance(value, float) or isfinite(value):
+        return value
+    return {SPECIAL: next((name for name, special in SPECIAL_FLOATS.items() if special == value), "NaN")}
+
+
+def _to_text(value: object) -> str:
     """A value as shortened JSON, which distinguishes "5" from 5."""
     text = json.dumps(value)
     return text if len(text) <= VALUE_LENGTH else f"{text[:VALUE_LENGTH]}…"
 
 
-ACTIVATIONS: Mapping[str, str] = {
+type Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"]
+ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -78,9 +107,14 @@ def activation_name(activation: str) -> str:
     return next((name for name, value in ACTIVATIONS.items() if value == activation), activation)
 
 
-def layers_of(model: Any) -> tuple[Any, ...]:
+def layers_of(model: ModelConfig | VisionTowerConfig) -> tuple[Any, ...]:
     """The block of each layer of a decoder."""
     return blocks_of(model.stack)
+
+
+def final_norm(model: DecoderConfig) -> Any:
+    """The norm after the last block; a model of transformers has one with an epsilon."""
+    return model.norm
 
 
 type Names = Mapping[str, tuple[str, Any]]
@@ -133,19 +167,19 @@ class Settings:
         self._assumed |= defaults
 
     def take(self, name: str, default: Any = None, kind: type | None = None) -> Any:
-        """A setting; the default if it is absent or null. A value of another kind is reported.
+        """A setting; the default if it is absent or null. A value of another kind is reported, 1 is also 1.0.
 
         kind: of the value; object allows any. None: the kind of the default, or of the assumed value.
         """
         fallback = self._assumed.get(name) if default is None else default
-        value = self.remaining.pop(name, None)
+        value = read_floats(self.remaining.pop(name, None))
         if value is None:
             return default
         expected = kind or (object if fallback is None else type(fallback))
         if requirement := _requirement(value, expected):
             self.refuse(name, _to_text(value), f"must be {requirement}")
             return fallback if fallback is not None else _PLACEHOLDERS.get(expected)
-        return value
+        return float(value) if expected is float else value
 
     def count(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
         """A whole number from 1 to `most`. Any other value is reported, and 1 is returned."""
@@ -175,7 +209,7 @@ class Settings:
             return choices[default]
         return choices[value]
 
-    def activation(self, name: str, default: str) -> str:
+    def activation(self, name: str, default: str) -> Activation:
         """The activation function that a setting names."""
         return self.choose(name, default, ACTIVATIONS)
 
@@ -211,7 +245,7 @@ class Settings:
         value = self.remaining[name] = self.need(name)
         return value
 
-    def refuse(self, name: str, value: Any, reason: str) -> None:
+    def refuse(self, name: str, value: object, reason: str) -> None:
         """Reports a wrong or unsupported value."""
         self.findings.problems.append(f"{self._named(name)}={value}: {reason}")
 
@@ -243,9 +277,12 @@ class Settings:
             names = ",".join(refused)
             advice = f"\nTo accept settings without effect: --ignore={names} (train: --checkpoint.ignore={names})"
             advice = advice if refused else ""
-            listing = "\n".join(f"  {line}" for line in lines)
-            raise UserError(f"{self.where} has wrong or unsupported settings:\n{listing}{advice}")
+            raise UserError(below(f"{self.where} has wrong or unsupported settings:", lines) + advice)
         return accepted
+
+
+UNREADABLE = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+"""Errors of values of other types than a family expects."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,6 +333,14 @@ class Family:
         for pattern, replacement in self.renamed:
             stored_name = re.sub(pattern, replacement, stored_name)
         return stored_name
+
+    def model_of(self, settings: Settings) -> Any:
+        """The model config. Raises UserError for values that can't be read."""
+        try:
+            return self.read(settings)
+        except UNREADABLE as error:
+            problem = f"{settings.where} can't be read as {self.name} ({error})"
+            raise UserError(below(problem, settings.findings.problems)) from error
 
     def config_json(self, model: Any) -> dict[str, Any]:
         """The config.json of a model config (see `write`)."""
@@ -365,7 +410,7 @@ def attention(tensor: str, path: str, names: Sequence[str]) -> list[Row]:
     ]
 
 
-def tokens(cfg: Any, table: str, head: str) -> list[Row]:
+def tokens(cfg: DecoderConfig, table: str, head: str) -> list[Row]:
     """The embedding table and the head, without the rows that pad the vocabulary."""
     index = (slice(0, cfg.vocabulary_size),)
     return [Row(table, "tokens", index=index), Row(head, "head", index=index)]

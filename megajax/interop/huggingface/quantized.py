@@ -5,15 +5,17 @@ with the first in the low half, share a power of two.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import Entry, Tensors
+from megajax.checkpoint.weight_source import Entry
 from megajax.config.errors import UserError
+from megajax.config.hints import below
 from megajax.interop.huggingface.family import Settings
+from megajax.interop.weights.foreign import Tensors
 
 BFLOAT16, FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
@@ -28,35 +30,31 @@ BIAS = 127
 
 
 class Dequantized(ABC):
-    """Dequantized tensors of a source: `megajax.checkpoint.weights.foreign.Tensors`. Each format is a subclass."""
+    """Dequantized tensors of a source: `megajax.interop.weights.foreign.Tensors`. Each format is a subclass."""
 
     suffixes: ClassVar[tuple[str, str]]
     """Suffixes of the names of a quantized tensor's numbers and of its scales."""
 
     def __init__(self, tensors: Tensors):
         """Raises UserError with all tensors whose scales are missing or of another shape."""
-        self.where, self._tensors, stored = tensors.where, tensors, tensors.entries()
+        self.where, self._tensors, stored = tensors.where, tensors, tensors.entries
         (numbers, scales), problems = self.suffixes, list[str]()
-        self._entries, self._quantized = dict(stored), set[str]()
+        self.entries, self._quantized = dict(stored), set[str]()
         for name in stored:
             if scales and name.endswith(scales):
                 base = name.removesuffix(scales)
-                del self._entries[name]
+                del self.entries[name]
                 problem = f"{base + numbers} is missing" if base + numbers not in stored else ""
                 problem = problem or self.mismatch(stored[base + numbers], stored[name])
                 problems += [f"{name}: {problem}"] * bool(problem)
-                self._entries.pop(base + numbers, None)
+                self.entries.pop(base + numbers, None)
                 if not problem:
                     self._quantized.add(base)
-                    self._entries[base] = Entry(self.shape(stored[base + numbers].shape), BFLOAT16)
-        unscaled = [name for name, entry in self._entries.items() if self.lacks_scale(name, entry)]
+                    self.entries[base] = Entry(self.shape(stored[base + numbers].shape), BFLOAT16)
+        unscaled = [name for name, entry in self.entries.items() if self.lacks_scale(name, entry)]
         problems += [f"{name}: it has no scales" for name in unscaled]
         if problems:
-            lines = "\n".join(f"  {problem}" for problem in problems[:40])
-            raise UserError(f"quantized tensors of {self.where} can't be read:\n{lines}")
-
-    def entries(self) -> Mapping[str, Entry]:
-        return self._entries
+            raise UserError(below(f"quantized tensors of {self.where} can't be read:", problems))
 
     def read(self, name: str) -> np.ndarray:
         if name not in self._quantized:

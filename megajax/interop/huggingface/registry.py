@@ -4,25 +4,49 @@ import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
-from pkgutil import walk_packages
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.hints import either
-from megajax.interop.huggingface import families as folder
-from megajax.interop.huggingface.family import Family, Settings
-from megajax.interop.stored.model_differences import describe_differences, differences
+from megajax.interop.huggingface.family import Family, Settings, layers_of
+from megajax.interop.weights.model_differences import describe_differences, differences
+from megajax.layers.moe.config import MoEConfig
 
 OTHER_MODEL = "it is not a"
 """Begins the line of a family of another kind of models."""
 
 
+WITHOUT_EXPERTS = (
+    "llama mistral qwen2 qwen3 gpt2 gemma gemma2 gemma3_text phi3 granite olmo olmo2 olmo3 phi opt gpt_neox gptj "
+    "falcon bloom mpt stablelm starcoder2 cohere cohere2 glm glm4 smollm3 exaone exaone4 ernie4_5 helium arcee "
+    "nemotron apertus seed_oss ministral ministral3 hyperclovax cwm hunyuan_v1_dense jais2 internlm3 iquestcoder "
+    "persimmon codegen gpt_bigcode vaultgemma granite_swa youtu mamba mamba2 falcon_mamba falcon_h1 bamba "
+    "granitemoehybrid lfm2 nemotron_h jamba minimax qwen3_next qwen3_5_text bert megatron-bert t5 mt5 vit siglip "
+    "clip llava qwen3_vl"
+)
+WITH_EXPERTS = (
+    "mixtral qwen2_moe qwen3_moe olmoe phimoe deepseek_v2 deepseek_v3 glm4_moe gpt_oss llama4_text minimax_m2 "
+    "granitemoe dbrx granitemoeshared granitemoe_swa ernie4_5_moe dots1 solar_open exaone_moe hunyuan_v1_moe "
+    "flex_olmo afmoe sarvam_moe sarvam_mla glm4_moe_lite mellum kimi_linear lfm2_moe qwen3_5_moe_text"
+)
+"""The families from the plainest on: a model of no known family is written as the first that loses nothing of it.
+A model without experts is not one of a family that has them, though all its layers could be the dense ones."""
+
+
 @cache
 def families() -> Mapping[str, Family]:
-    """Families by name, of all modules of the folder. A model is written as the first that loses no setting of it."""
-    names = [module.name for module in walk_packages(folder.__path__, f"{folder.__name__}.") if not module.ispkg]
-    modules = (import_module(name) for name in sorted(names, key=lambda name: name.rpartition(".")[2]))
+    """Families by name, of all modules of the folder."""
+    root = Path(__file__).with_name("families")
+    files = sorted((path.relative_to(root).with_suffix("") for path in root.rglob("*.py")), key=lambda path: path.name)
+    modules = (import_module(".".join(("megajax.interop.huggingface", root.name, *path.parts))) for path in files)
     return {family.name: family for module in modules for family in module.FAMILIES}
+
+
+def candidates(model: Any) -> list[str]:
+    """Names of the families that a model of no known family may be written as, from the plainest on."""
+    experts = any(isinstance(block.mlp, MoEConfig) for block in layers_of(model))
+    return [*WITHOUT_EXPERTS.split(), *WITH_EXPERTS.split() * experts]
 
 
 def family_of(settings: Settings) -> Family:
@@ -36,12 +60,15 @@ def family_of(settings: Settings) -> Family:
 
 
 def lost_settings(cfg: object, family: Family) -> list[str]:
-    """Settings of a model config that are lost in a config.json of the family, a line each."""
+    """Settings of a model config that are lost in a config.json of the family or can't be read back, a line each."""
     try:
-        restored = family.read(Settings(family.config_json(cfg)))
-    except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
+        settings = Settings(family.config_json(cfg))
+        restored = family.read(settings)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError) as error:
         return [f"{OTHER_MODEL} {family.name} model ({error})"]
-    return describe_differences(differences(cfg, restored))
+    settings.close(family.unused)
+    refused = [*settings.findings.problems, *(f"{name}={value}" for name, value in settings.findings.unknown.items())]
+    return describe_differences(differences(cfg, restored)) or refused
 
 
 class Kin(NamedTuple):

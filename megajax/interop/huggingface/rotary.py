@@ -6,6 +6,7 @@ from typing import Any
 
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.layers.position.config import Llama3ScalingConfig, LongRopeScalingConfig, RopeConfig, YarnScalingConfig
+from megajax.models.decoder.config import DecoderConfig
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers in `layer_types` and `rope_parameters`."""
@@ -169,7 +170,7 @@ def _longrope_settings(scaling: LongRopeScalingConfig) -> dict[str, Any]:
     return settings if scaling.attention is None else {**settings, "attention_factor": scaling.attention}
 
 
-def ropes_of[R: RopeConfig | None](cfg: Any, *, full: R, local: R) -> tuple[R, R]:
+def ropes_of[R: RopeConfig | None](cfg: DecoderConfig, *, full: R, local: R) -> tuple[R, R]:
     """Rotary positions of full layers, and of layers with sliding windows. full, local: if there are no such layers."""
     mixers = [block.mixer for block in layers_of(cfg)]
     return (

@@ -7,13 +7,14 @@ rotated, which layers have windows, how experts are described.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import balanced_experts, decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER, experts, gated, outer_rows
 from megajax.interop.huggingface.family import Family, Settings, layers_of, norm
 from megajax.interop.huggingface.rotary import ROPE, layered_rope, layered_rope_settings, rope, rope_settings, ropes_of
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import NormPlacement
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
@@ -69,7 +70,7 @@ class Positions:
         rotation = self.rotation(settings)
         return lambda layer, slides: rotation
 
-    def write(self, cfg: Any) -> dict[str, Any]:
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
         """The settings of `read`."""
         ropes = [mixer.rope for mixer in decoders.attention_mixers(cfg)]
         rotation = next((rotation for rotation in ropes if rotation is not None), RopeConfig(base=self.base))
@@ -103,7 +104,7 @@ class LayeredPositions(Positions):
         full, local = layered_rope(settings, length, base=self.base, local_base=self.local)
         return lambda layer, slides: local if slides else full
 
-    def write(self, cfg: Any) -> dict[str, Any]:
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
         full, local = ropes_of(cfg, full=RopeConfig(base=self.base), local=RopeConfig(base=self.local))
         implied = RopeConfig(base=local.base if self.named else self.local)
         name = {"rope_local_base_freq": local.base} if self.named else {}
@@ -123,7 +124,7 @@ class LayerPositions(Positions):
             rotated = [1] * layers
         return lambda layer, slides: rotation if rotated[layer] else None
 
-    def write(self, cfg: Any) -> dict[str, Any]:
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
         rotated = [int(mixer.rope is not None) for mixer in decoders.attention_mixers(cfg)]
         return {**Positions.write(self, cfg), "no_rope_layers": rotated}
 
@@ -134,7 +135,7 @@ class NoPositions(Positions):
     def read(self, settings: Settings) -> RopeOf:
         return lambda layer, slides: None
 
-    def write(self, cfg: Any) -> dict[str, Any]:
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
         return {}
 
 
@@ -178,50 +179,51 @@ class Experts(NamedTuple):
     """Further tensors."""
 
 
-def _read_plain(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
-    moe = MoEConfig(
+def plain_experts(settings: Settings, mlp: GatedMLPConfig) -> MoEConfig:
+    """Experts by softmax, each a copy of `mlp`."""
+    return MoEConfig(
         experts=settings.count("num_experts"),
         top_k=settings.count("num_experts_per_tok"),
         expert=mlp,
         router=decoders.router(settings),
     )
+
+
+def _read_plain(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
+    moe = plain_experts(settings, mlp)
     return lambda _: moe
 
 
 def _read_weighted(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
-    moe: Any = _read_plain(settings, mlp)(0)
+    moe = plain_experts(settings, mlp)
     normalise = "chosen" if settings.take("norm_topk_prob", False) else "all"
     moe = replace(moe, router=replace(moe.router, normalise=normalise))
     return lambda _: moe
 
 
-def _write_plain(cfg: Any) -> dict[str, Any]:
+def _write_plain(cfg: DecoderConfig) -> dict[str, Any]:
     return {"num_experts": decoders.feed_forwards(cfg).moe.experts}
 
 
-def _write_weighted(cfg: Any) -> dict[str, Any]:
+def _write_weighted(cfg: DecoderConfig) -> dict[str, Any]:
     return {**_write_plain(cfg), "norm_topk_prob": decoders.feed_forwards(cfg).moe.router.normalise == "chosen"}
 
 
-def _read_balanced(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
-    dense = balanced_experts.dense_layers(settings)
+def _read_balanced(by_kinds: bool, settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
+    dense = balanced_experts.dense_layers(settings, by_kinds=by_kinds)
     moe = balanced_experts.balanced(settings, balanced_experts.experts(settings, mlp))
-    return lambda layer: mlp if layer < dense else moe
-
-
-def _write_by_kinds(cfg: Any) -> dict[str, Any]:
-    settings = balanced_experts.write_balanced(cfg)
-    dense = settings.pop("first_k_dense_replace")
-    return {**settings, "mlp_layer_types": balanced_experts.layer_types(dense, cfg.stack.layers())}
+    return lambda layer: mlp if layer in dense else moe
 
 
 PLAIN = Experts(_read_plain, _write_plain)
 """Experts in all layers, by softmax."""
 WEIGHTED = Experts(_read_weighted, _write_weighted)
 """The same, with norm_topk_prob, which is usually false."""
-BALANCED = Experts(_read_balanced, balanced_experts.write_balanced, [balanced_experts.BIAS])
+BALANCED = Experts(partial(_read_balanced, False), balanced_experts.write_balanced, [balanced_experts.BIAS])
 """DeepSeek-V3's."""
-BALANCED_BY_KINDS = Experts(_read_balanced, _write_by_kinds, [balanced_experts.BIAS])
+BALANCED_BY_KINDS = Experts(
+    partial(_read_balanced, True), partial(balanced_experts.write_balanced, by_kinds=True), [balanced_experts.BIAS]
+)
 """The same, with mlp_layer_types."""
 
 PLACES: Mapping[str, Mapping[str, str]] = {
@@ -352,7 +354,7 @@ class Decoder(NamedTuple):
             qkv_bias=None if qkv_bias == bias else qkv_bias,
             **{**fields, **self.mixer(settings)},
         )
-        activation: Any = settings.activation(self.activation, "silu")
+        activation = settings.activation(self.activation, "silu")
         mlp: Any = (GatedMLPConfig if self.gate else DenseMLPConfig)(
             ffn=settings.count("intermediate_size"), activation=activation, bias=mlp_bias
         )
@@ -372,7 +374,7 @@ class Decoder(NamedTuple):
         bias, qkv_bias, mlp_bias = (values.get(name, name) for name in names)
         return bias, qkv_bias, mlp_bias
 
-    def write(self, cfg: Any) -> dict[str, Any]:
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
         """The reverse of `read`."""
         mixer, mlps = decoders.attention_mixers(cfg)[0], [block.mlp for block in layers_of(cfg)]
         moe = next((mlp for mlp in mlps if isinstance(mlp, MoEConfig)), None)
@@ -380,8 +382,7 @@ class Decoder(NamedTuple):
         settings[self.activation] = settings.pop("hidden_act")
         biases = {self.mlp_bias: (moe.expert if moe else mlps[0]).bias, self.bias: mixer.bias}
         biases[self.qkv_bias] = mixer.has_qkv_bias()
-        if isinstance(self.bias, str):
-            settings.pop("attention_bias")
+        settings.pop("attention_bias")
         settings |= {name: value for name, value in biases.items() if isinstance(name, str)}
         settings = {name: value for name, value in settings.items() if name not in ROPE} | self.positions.write(cfg)
         settings |= self.experts.write(cfg) if self.experts else {}

@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.checkpoint.boxes import Box
-from megajax.checkpoint.weights.foreign import WeightSource, declared_by
-from megajax.checkpoint.weights.name_mapping import Mapped, Piece, Row, tensors_of
-from megajax.checkpoint.weights.quantize_on_load import Quantizing
+from megajax.checkpoint.weight_source import WeightSource
 from megajax.config.errors import UserError
-from megajax.config.hints import nearest_names
+from megajax.config.hints import below, nearest_names
 from megajax.interop.huggingface.family import Family
-from megajax.interop.huggingface.safetensors import SafetensorsFile
 from megajax.interop.peft.settings import CONFIG, AdapterSettings, read_settings
+from megajax.interop.weights.adapters import leading
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.name_mapping import MappedTensor, Row, WeightPiece, tensors_of
+from megajax.interop.weights.quantize_on_load import Quantizing
+from megajax.interop.weights.safetensors import SafetensorsFile
 from megajax.layers.lora.config import LoRAConfig
-from megajax.layers.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE, SMALLEST_SQUARE
+from megajax.layers.low_rank import ADAPTERS, LORA_A, LORA_B, MAGNITUDE
 from megajax.layers.param import ParamSpec
 
 TENSORS = "adapter_model.safetensors"
@@ -46,7 +48,7 @@ class Order(NamedTuple):
 class Adapted(NamedTuple):
     """A tensor N.weight that holds weights with adapters."""
 
-    tensor: Mapped
+    tensor: MappedTensor
     order: Order
     stops: tuple[int, ...]
     """Cumulative number of outputs of the weights."""
@@ -66,38 +68,48 @@ class Adapted(NamedTuple):
         """Name of the tensor of magnitudes."""
         return f"{PREFIX}{self.module}{VECTOR}"
 
-    def columns(self) -> Iterator[tuple[Piece, slice]]:
+    def columns(self) -> Iterator[tuple[WeightPiece, slice]]:
         """Each weight with its range of outputs."""
         yield from zip(self.tensor.pieces, map(slice, (0, *self.stops), self.stops), strict=False)
 
 
 def adapted_tensors(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> list[Adapted]:
-    """The tensors of adapters. rows: the table of a family; declared: weights with adapters on one device, by path.
+    """The tensors of adapters of weights that are linear layers in the other library.
 
-    Raises UserError for an adapter of a weight that is not a linear layer in the other library.
+    rows: the table of a family; declared: weights with adapters on one device, by path.
     """
-    orders: dict[Any, Order] = {}
-    tensors, unmatched = [], {path.removesuffix(LORA_A) for path in declared if path.endswith(LORA_A)}
+    orders: dict[Any, Order | None] = {}
+    tensors = []
     for tensor in tensors_of(rows, declared):
         specs = [declared[piece.path + LORA_A] for piece in tensor.pieces if piece.path + LORA_A in declared]
         if not specs or not tensor.name.endswith(WEIGHT) or len(tensor.pieces[0].index) != leading(specs[0]):
             continue
         count = len(specs[0].axes) - leading(specs[0]) - 1
         key = id(tensor.row), tuple(piece.shape for piece in tensor.pieces)
-        orders[key] = orders.get(key) or _order(tensor, count)
+        if key not in orders:
+            orders[key] = _order(tensor, count)
+        if (order := orders[key]) is None:
+            continue
         sizes = [np.prod(piece.shape[count:], dtype=int) for piece in tensor.pieces]
-        tensors.append(Adapted(tensor, orders[key], tuple(map(int, np.cumsum(sizes)))))
-        unmatched -= {piece.path for piece in tensor.pieces}
-    if unmatched:
-        raise UserError(
-            f"PEFT has no adapter for {', '.join(sorted(unmatched))}: in the other library they are not linear layers. "
-            "Leave them out of model.lora.targets, or merge the adapters."
-        )
+        tensors.append(Adapted(tensor, order, tuple(map(int, np.cumsum(sizes)))))
     return tensors
 
 
-def _order(tensor: Mapped, count: int) -> Order:
-    """Found by converting the indices of inputs and outputs like weights. count: number of input dimensions."""
+def _demand_adapters(layers: Sequence[Adapted], declared: Mapping[str, ParamSpec]) -> None:
+    """Raises UserError for an adapter of a weight that is not a linear layer in the other library."""
+    unmatched = {path.removesuffix(LORA_A) for path in declared if path.endswith(LORA_A)}
+    if unmatched := unmatched - {piece.path for layer in layers for piece in layer.tensor.pieces}:
+        raise UserError(
+            f"PEFT has no adapter for {', '.join(sorted(unmatched))}: in the other library they are not linear layers, "
+            "or one with the inputs of another. Leave them out of model.lora.targets, or merge the adapters."
+        )
+
+
+def _order(tensor: MappedTensor, count: int) -> Order | None:
+    """Found by converting the indices of inputs and outputs like weights. count: number of input dimensions.
+
+    None for a tensor whose weights have inputs of their own, as in a prediction block.
+    """
     inputs, outputs, first = [], [], 0
     for piece in tensor.pieces:
         into, out = piece.shape[:count], piece.shape[count:]
@@ -110,7 +122,7 @@ def _order(tensor: Mapped, count: int) -> Order:
     conv1d = bool((moved[:, :1] != moved[:1, :1]).any() or (moved_out[:1] != moved_out[:1, :1]).any())
     moved, moved_out = (moved.T, moved_out.T) if conv1d else (moved, moved_out)
     if (moved != moved[:1]).any() or (moved_out != moved_out[:, :1]).any():
-        raise ValueError(f"{tensor.name} is not a linear layer: its inputs depend on its outputs")
+        return None
     return Order(moved[0].copy(), moved_out[:, 0].copy(), conv1d)
 
 
@@ -130,6 +142,7 @@ class PeftAdapter:
     base: WeightSource | None = None
     """Weights of the adapted model: magnitudes are read less the norms of its matrices. None: none are read."""
 
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {path: spec.shape for path, spec in self.declared.items() if path.endswith(ADAPTERS)}
 
@@ -172,9 +185,13 @@ class PeftAdapter:
         return weight
 
 
-def base_of(folder: Path) -> str | None:
-    """Recorded name or folder of the base model of an adapter."""
-    return read_settings(folder / CONFIG).base
+def base_of(folder: Path, advice: str) -> Path:
+    """The folder that an adapter names as its base model. Raises UserError, with advice, if there is none."""
+    base = read_settings(folder / CONFIG).base
+    if base is None or not Path(base).is_dir():
+        problem = "names no base model" if base is None else f"names {base}, which is not a folder"
+        raise UserError(f"{folder} {problem}: {advice}")
+    return Path(base)
 
 
 def read_adapter(folder: Path, base: Any, rows: Sequence[Row], weights: WeightSource | None = None) -> PeftAdapter:
@@ -187,7 +204,7 @@ def read_adapter(folder: Path, base: Any, rows: Sequence[Row], weights: WeightSo
         raise UserError(f"{folder} holds no {TENSORS}; other files of adapters can't be read")
     file = SafetensorsFile(folder / TENSORS)
     matrices = declared_by(replace(base, lora=LoRAConfig(rank=1, targets=("*",))))
-    supported = {layer.names: layer for layer in _linear_layers(rows, matrices)}
+    supported = {layer.names: layer for layer in adapted_tensors(rows, matrices)}
     present = {names: layer for names, layer in supported.items() if file.entries.keys() & {*names}}
     layers, tables = list(present.values()), _tables(rows, matrices)
     _demand_fit(folder, file, present, settings, tables)
@@ -203,14 +220,6 @@ def read_adapter(folder: Path, base: Any, rows: Sequence[Row], weights: WeightSo
     adapter = PeftAdapter(str(folder), model, declared, file, layers, scales, weights)
     _demand_zeros(adapter)
     return adapter
-
-
-def _linear_layers(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> list[Adapted]:
-    """`adapted_tensors` of the matrices that are linear layers in the other library."""
-    linear_paths = {piece.path for tensor in tensors_of(rows, declared) if tensor.name.endswith(WEIGHT)
-            for piece in tensor.pieces if len(piece.index) == leading(declared[piece.path])}  # fmt: skip
-    fitting = {path: spec for path, spec in declared.items() if path.removesuffix(LORA_A) in linear_paths}
-    return adapted_tensors(rows, fitting)
 
 
 def _tables(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> set[str]:
@@ -252,9 +261,9 @@ def _demand_fit(
             problems.append(f"{layer.vector}: {stored}, but shape {outputs} by the model and use_dora=true")
     problems += settings.contradictions(ranks)
     if problems or not ranks:
-        lines = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
-        listing = "\n".join(f"  {line}" for line in lines) or "  there are none"
-        raise UserError(f"the tensors of {folder} are not adapters of the model:\n{listing}")
+        raise UserError(
+            below(f"the tensors of {folder} are not adapters of the model:", problems or ["there are none"])
+        )
 
 
 def _unknown(name: str, names: Collection[str], tables: Collection[str]) -> str:
@@ -289,6 +298,7 @@ def adapter_files(
     lora, declared, plain = model.lora, declared_by(model), replace(model, lora=None)
     rows, architecture = family.rows(plain), family.config_json(plain)["architectures"][0]
     layers = adapted_tensors(rows, declared)
+    _demand_adapters(layers, declared)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for layer in layers:
@@ -351,9 +361,9 @@ def _magnitudes(layer: Adapted, weights: WeightSource, declared: Mapping[str, Pa
     return np.concatenate(parts)[layer.order.outputs]
 
 
-def _part(weights: WeightSource, piece: Piece, path: str) -> np.ndarray:
+def _part(weights: WeightSource, piece: WeightPiece, path: str) -> np.ndarray:
     lead = [slice(int(i), int(i) + 1) for i in piece.index if not isinstance(i, slice)]
-    rest = weights.shapes()[path][len(lead) :]
+    rest = weights.shapes[path][len(lead) :]
     return weights.read(path, (*lead, *[slice(0, size) for size in rest])).reshape(rest)
 
 
@@ -368,75 +378,7 @@ def _number(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def leading(spec: ParamSpec) -> int:
-    """Number of leading dimensions of a weight for layers and experts."""
-    return sum(name in ("layer", "expert") for name in spec.axes)
-
-
 def norms_of(w: np.ndarray, spec: ParamSpec) -> np.ndarray:
     """Norms over the inputs of a matrix without leading dimensions, float32 [*outputs]. spec: of its A."""
     inputs = tuple(range(len(spec.axes) - leading(spec) - 1))
     return np.sqrt(np.sum(np.square(w, dtype=np.float32), axis=inputs))
-
-
-def merge(
-    w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, leading: int, change: np.ndarray | None = None
-) -> np.ndarray:
-    """w + scale * a b in float32. With DoRA, the norm of each output becomes that of w plus the change.
-
-    w: [..., inputs, outputs]; a: [..., inputs, rank]; b: [..., rank, outputs]; change: [..., outputs]; leading: number
-    of leading dimensions for layers and experts. Inputs and outputs may be several dimensions each.
-    """
-    lead, rank, inputs = w.shape[:leading], a.shape[-1], tuple(range(leading, a.ndim - 1))
-    a, b = a.astype(np.float32).reshape(*lead, -1, rank), b.astype(np.float32).reshape(*lead, rank, -1)
-    w = w.astype(np.float32)
-    merged = w + np.float32(scale) * (a @ b).reshape(w.shape)
-    if change is None:
-        return merged
-    norm, now = (np.sqrt(np.sum(matrix * matrix, axis=inputs, keepdims=True)) for matrix in (w, merged))
-    return merged * ((norm + np.expand_dims(change, inputs)) / np.maximum(now, np.sqrt(np.float32(SMALLEST_SQUARE))))
-
-
-class MergedWeights:
-    """A `WeightSource` of a model with its adapters merged into the weights, which are dequantized before."""
-
-    def __init__(self, weights: WeightSource, model: Any):
-        """weights: of the model with adapters; model: its config, with `lora`."""
-        quantizing = Quantizing.if_any(model)
-        self.where, self._scale = weights.where, model.lora.scale()
-        self._weights = weights if quantizing is None else quantizing.inverse(weights)
-        self._declared = declared_by(model) if quantizing is None else quantizing.plain
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {path: shape for path, shape in self._weights.shapes().items() if not path.endswith(ADAPTERS)}
-
-    def read(self, path: str, box: Box) -> np.ndarray:
-        """A box of a weight. Only the part of the adapter for the box is read, with DoRA that for whole columns."""
-        if (spec := self._declared.get(path + LORA_A)) is None:
-            return self._weights.read(path, box)
-        first, end = leading(spec), len(spec.axes) - 1
-        magnitude = self._declared.get(path + MAGNITUDE)
-        whole = tuple(slice(0, size) for size in spec.shape)
-        inputs = box[first:end] if magnitude is None else whole[first:end]
-        w = self._weights.read(path, (*box[:first], *inputs, *box[end:]))
-        a = self._weights.read(path + LORA_A, (*box[:first], *inputs, whole[-1]))
-        b = self._weights.read(path + LORA_B, (*box[:first], whole[-1], *box[end:]))
-        if magnitude is None:
-            return merge(w, a, b, self._scale, first)
-        change = self._weights.read(path + MAGNITUDE, (*box[:first], *box[end:]))
-        return merge(w, a, b, self._scale, first, change)[(slice(None),) * first + tuple(box[first:end])]
-
-
-class JoinedWeights:
-    """A `WeightSource` of the weights of a model and those of its adapters."""
-
-    def __init__(self, weights: WeightSource, adapters: WeightSource):
-        """adapters: may have further weights, such as those of a whole run, which are not read."""
-        self.where = f"{weights.where} and {adapters.where}"
-        self._source_of = {path: source for source in (adapters, weights) for path in source.shapes()}
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {path: source.shapes()[path] for path, source in self._source_of.items()}
-
-    def read(self, path: str, box: Box) -> np.ndarray:
-        return self._source_of[path].read(path, box)

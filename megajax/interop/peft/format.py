@@ -8,20 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import Entry, WeightSource, converted
-from megajax.checkpoint.weights.quantize_on_load import Quantizing
+from megajax.checkpoint.weight_source import Entry, WeightSource, converted
 from megajax.config.errors import UserError
 from megajax.config.hints import listed
-from megajax.interop.formats import Reading, open_stored, split_name
 from megajax.interop.huggingface.family import Family
-from megajax.interop.huggingface.format import family_for
-from megajax.interop.huggingface.safetensors import SafetensorsFolder, TensorFile
-from megajax.interop.origin import without_adapters
-from megajax.interop.peft.folder import SUFFIXES, TENSORS, JoinedWeights, adapter_files, base_of, read_adapter
+from megajax.interop.huggingface.format import chosen_family
+from megajax.interop.peft.folder import SUFFIXES, TENSORS, adapter_files, base_of, read_adapter
 from megajax.interop.peft.settings import CONFIG
-from megajax.interop.stored.model import Advance, Options, StoredModel
+from megajax.interop.weights.adapters import JoinedWeights, merged
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.formats import Reading, has_files_of, open_stored, split_name
+from megajax.interop.weights.model_differences import demand_same_model
+from megajax.interop.weights.model_parts import adapters_of, quantization_of, without_adapters, without_quantization
+from megajax.interop.weights.quantize_on_load import Quantizing
+from megajax.interop.weights.regrouped import groups_of, regrouped
+from megajax.interop.weights.safetensors import SafetensorsFolder, TensorFile
+from megajax.interop.weights.stored_model import Advance, Options, StoredModel
 from megajax.layers.low_rank import ADAPTERS
-from megajax.layers.moe.module import ExpertLoad
+from megajax.layers.moe.observations import ExpertLoad
 from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
 from megajax.optim.groups import trainable
@@ -38,22 +42,49 @@ BASE_ADVICE = (
 
 def read(name: str, reading: Reading) -> StoredModel:
     """The model of peft:DIR: that of `reading.base`, by default of the folder that it names, with the adapters."""
-    folder, base = split_name(name)[1], reading.base
-    recorded_base = base_of(folder)
-    if base is None and (recorded_base is None or not Path(recorded_base).is_dir()):
-        problem = "names no base model" if recorded_base is None else f"names {recorded_base}, which is not a folder"
-        raise UserError(f"{folder} {problem}: give --base=hf:DIR or --base=RUN")
-    stored = open_stored(base or f"hf:{recorded_base}", replace(reading, base=None))
+    folder = split_name(name)[1]
+    base = reading.base or f"hf:{base_of(folder, 'give --base=hf:DIR or --base=RUN')}"
+    stored = open_stored(base, replace(reading, base=None, adapter=None))
     stored.demand_fit()
-    if getattr(stored.model, "lora", None) is not None:
+    if adapters_of(stored.model) is not None:
         raise UserError(f"--base={base} already has adapters; convert it with --merge first")
-    adapter = read_adapter(folder, stored.model, _family(stored).rows(stored.model), stored.weights)
-    return stored.derived(adapter.model, JoinedWeights(stored.weights, adapter))
+    return with_adapter(stored, folder, reading)
+
+
+def with_adapter(stored: StoredModel, folder: Path, reading: Reading) -> StoredModel:
+    """A model with the adapter of a PEFT folder or of a run beside its weights; adapters that it has are merged.
+
+    reading: says how the run is read. Raises UserError for an adapter of another model.
+    """
+    encoder = stored.model.text_encoder()  # it has no heads, which a folder may lack
+    stored.fitted(None if encoder is None else declared_by(encoder))
+    stored = stored if adapters_of(stored.model) is None else merged(stored)
+    quantization = quantization_of(stored.model)
+    if has_files_of(folder, "peft"):
+        plain, quantizing = without_quantization(stored.model), Quantizing.if_any(stored.model)
+        weights = stored.weights if quantizing is None else quantizing.inverse(stored.weights)
+        peft = read_adapter(folder, plain, chosen_family(plain, "", stored.origin)[0].rows(plain), weights)
+        model = peft.model if quantization is None else replace(peft.model, quantization=quantization)
+        return stored.derived(model, JoinedWeights(stored.weights, peft))
+    run = open_stored(folder, replace(reading, adapter=None))
+    if adapters_of(run.model) is None:
+        raise UserError(f"{folder}: its run has no adapters (model.lora)")
+    message = f"the adapter of {folder} (here) belongs to another model (there):"
+    demand_same_model(without_adapters(run.model), without_quantization(stored.model), message)
+    model = run.model
+    if quantization != quantization_of(model):
+        model = replace(model, quantization=quantization)  # an adapter is added to any form of the same weights
+    declared, where = declared_by(model), stored.weights.where
+    weights = stored.fitted(declared)
+    if biases := moved_biases(declared, run.weights, weights):
+        problem = f"the biases by which experts are chosen are not those of {where}: {listed(biases)} differ"
+        raise UserError(f"{folder}: {problem}. Its adapter alone is another model: give the run itself.")
+    return stored.derived(model, JoinedWeights(weights, run.weights))
 
 
 def write(stored: StoredModel, folder: Path, options: Options, advance: Advance) -> list[str]:
     """Writes the adapters alone. Raises UserError for a model without any, or a run that trained other weights too."""
-    if getattr(stored.model, "lora", None) is None:
+    if adapters_of(stored.model) is None:
         raise UserError(f"--to=peft:{folder}: the model has no adapters (model.lora)")
     _demand_adapters_alone(stored, folder)
     base, lines = base_model(stored, options)
@@ -117,12 +148,13 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
     base = open_stored(f"hf:{folder}", Reading(ignore=["*"]))
     base.demand_fit()
     quantizing = Quantizing.if_any(stored.model)
-    if differing := _differing(stored, base.weights if quantizing is None else quantizing.weights(base.weights)):
+    weights = regrouped(base.weights, groups_of(base.declared), groups_of(stored.declared))
+    if differing := _differing(stored, weights if quantizing is None else quantizing.weights(weights)):
         problem = f"the weights below the adapters are not those of {folder}: {listed(differing)} differ"
         if named_folder:
             raise UserError(f"--base={options.base}: {problem}")
         return None, [f"base model: {problem}; {BASE_ADVICE}", *left_out]
-    if biases := moved_biases(stored.declared, stored.weights, base.weights):
+    if biases := moved_biases(stored.declared, stored.weights, weights):
         raise UserError(
             f"--to=peft: the biases by which experts are chosen are not those of {folder}, and an adapter can't hold "
             f"them: {listed(biases)} differ\nWrite the whole model instead: --merge --to=hf:DIR"
@@ -132,7 +164,7 @@ def base_model(stored: StoredModel, options: Options) -> tuple[str | None, list[
 
 def moved_biases(declared: Mapping[str, ParamSpec], weights: WeightSource, base: WeightSource | None) -> list[str]:
     """Paths of the states of experts' loads whose biases differ from those of the base model, or from 0."""
-    shapes, known, moved = weights.shapes(), {} if base is None else base.shapes(), list[str]()
+    shapes, known, moved = weights.shapes, {} if base is None else base.shapes, list[str]()
     for path, spec in declared.items():
         if isinstance(spec.updater, ExpertLoad) and path in shapes:
             *layers, _, experts = shapes[path]
@@ -144,7 +176,7 @@ def moved_biases(declared: Mapping[str, ParamSpec], weights: WeightSource, base:
 
 def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
     """Paths of weights that differ in shape, or in the first or last elements; padding of tables is not compared."""
-    shapes, own_shapes = base.shapes(), stored.weights.shapes()
+    shapes, own_shapes = base.shapes, stored.weights.shapes
     paths = [path for path in own_shapes if not path.endswith(ADAPTERS) and stored.declared[path].updater is None]
     differing = [path for path in paths if shapes.get(path) != own_shapes[path]]
     tokens = ids_below(stored.model)
@@ -155,8 +187,7 @@ def _differing(stored: StoredModel, base: WeightSource) -> list[str]:
         for number in (0, -1):
             box = tuple(slice(max(0, number % size - SAMPLE), min(number % size + SAMPLE, size)) for size in sizes)
             values = stored.weights.read(path, box)
-            read = base.read(path, box)
-            if not np.array_equal(read if read.dtype == values.dtype else converted(read, values.dtype, path), values):
+            if not np.array_equal(converted(base.read(path, box), values.dtype, path), values):
                 differing.append(path)
                 break
     return differing
@@ -172,4 +203,4 @@ def _files(stored: StoredModel, options: Options, base: str | None) -> tuple[dic
 
 def _family(stored: StoredModel, name: str = "") -> Family:
     """The family of the model without adapters."""
-    return family_for(without_adapters(stored.model), name, stored.origin.family)
+    return chosen_family(without_adapters(stored.model), name, stored.origin)[0]

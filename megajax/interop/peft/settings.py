@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.config.read_limits import read_json
+from megajax.config.hints import below
+from megajax.config.read_limits import demanded_settings
 from megajax.layers.lora.config import LoRAConfig
 
 CONFIG = "adapter_config.json"
@@ -107,16 +108,7 @@ class AdapterSettings:
 
 def read_settings(path: Path) -> AdapterSettings:
     """Raises one UserError with all unsupported settings and all wrong values."""
-    try:
-        config = read_json(path, unique=False)
-        if not isinstance(config, dict):
-            raise TypeError(f"it holds a {type(config).__name__}")
-    except OSError as error:
-        raise UserError(
-            f"{path.parent} is not an adapter folder of PEFT: {CONFIG} can't be read ({error.strerror})"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is not a JSON file of settings ({error})") from error
+    config = demanded_settings(path, "an adapter folder of PEFT")
     allowed = {**REFUSED, "peft_type": "LORA"}
     unsupported = [name for name, value in allowed.items() if config.get(name) not in (None, value, [], {})]
     if str(config.get("init_lora_weights")).startswith(SHIFTING):
@@ -125,8 +117,7 @@ def read_settings(path: Path) -> AdapterSettings:
         "has settings that MegaJAX lacks": [f"{name}={config[name]}" for name in unsupported],
         "has wrong values": [*_wrong_values(config)],
     }
-    text = [f"{path} {title}:\n" + "\n".join(f"  {line}" for line in lines) for title, lines in parts.items() if lines]
-    if text:
+    if text := [below(f"{path} {title}:", lines) for title, lines in parts.items() if lines]:
         raise UserError("\n".join(text))
     return AdapterSettings(config)
 
@@ -159,26 +150,26 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name}.{pattern}={json.dumps(value)} is not {description}"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_layers(value: Any) -> bool:
+def _is_layers(value: object) -> bool:
     layers = value if isinstance(value, list) else [value]
     return value is None or all(type(layer) is int for layer in layers)
 
 
-def _is_names(value: Any) -> bool:
+def _is_names(value: object) -> bool:
     if isinstance(value, list):
         return all(isinstance(name, str) for name in value)
     return value is None or _is_regex(value)
 
 
-def _is_patterns(value: Any) -> bool:
+def _is_patterns(value: object) -> bool:
     return value is None or all(map(_is_regex, value if isinstance(value, list) else [value]))
 
 
-def _is_regex(value: Any) -> bool:
+def _is_regex(value: object) -> bool:
     try:
         # Both forms: "a)|(b" is valid only within brackets.
         if not isinstance(value, str) or len(value) > LONGEST_PATTERN:
@@ -220,7 +211,7 @@ def _matches(names: str | list[str], module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _value_for(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def _value_for(patterns: Mapping[str, Any] | None, module: str, default: object) -> Any:
     """The value of the first pattern that matches the end of a name."""
     return next(
         (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), default

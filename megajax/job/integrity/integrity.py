@@ -4,19 +4,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
 from megajax.faults.config import HealthConfig, ResilienceConfig
 from megajax.faults.drills import Drill, for_this_attempt
-from megajax.faults.gpu_health import GpuHealth, HealthThread, Symptom, gpu_numbers, load_nvml
-from megajax.job.faults.stragglers import Stalls, WatchStragglers
 from megajax.job.integrity.recompute import CheckGradients
 from megajax.job.integrity.replicas import CheckReplicas, FlipBit, most_copies, state_hash
-from megajax.metrics.event_log import append_event
-from megajax.training.guarded.hooks import Hook
+from megajax.job.stragglers import Stalls, WatchStragglers
+from megajax.machine.gpu_health import GpuHealth, HealthThread, Symptom, gpu_numbers, load_nvml
+from megajax.training.guarded.loop import Hook
 from megajax.training.session import Run
 from megajax.training.step_report import StepInfo
 
@@ -36,10 +34,10 @@ class Integrity:
         stack: ExitStack,
         event: Callable[..., None],
         say: Callable[[str], None],
-        events_file: Path,
+        record: Callable[..., None],
         saves: Sequence[Hook],
     ):
-        """events_file: any process may append to it. saves: hooks before which copies are compared."""
+        """record: appends an event of any process. saves: hooks before which copies are compared."""
         cfg, self._run = run.cfg.resilience, run
         self.replicas = CheckReplicas(cfg.replicas, run.program, event, saves)
         drills = for_this_attempt(cfg.corruption_drills())
@@ -52,7 +50,7 @@ class Integrity:
         if undetected:
             sharding = f"parallel.data_sharding={run.cfg.parallel.data_sharding}"
             say(f"resilience.inject: no check can detect a bitflip, because no weight has a copy with {sharding}")
-        if line := watch_gpus(cfg.health, run.mesh, stack, say, events_file):
+        if line := watch_gpus(cfg.health, run.mesh, stack, say, record):
             say(line)
         self.watches: list[Callable[[StepInfo], None]] = []
         self.stalled: Callable[[], float] = lambda: 0.0
@@ -84,7 +82,7 @@ def idle_drills(cfg: ResilienceConfig, steps: int, processes: int, recomputed: C
 
 
 def watch_gpus(
-    cfg: HealthConfig, mesh: Mesh, stack: ExitStack, say: Callable[[str], None], events_file: Path
+    cfg: HealthConfig, mesh: Mesh, stack: ExitStack, say: Callable[[str], None], record: Callable[..., None]
 ) -> str | None:
     """Start to watch the GPUs of this process -> a line for the banner; None without GPUs, or if the watch is off."""
     devices = mesh.local_devices
@@ -100,7 +98,7 @@ def watch_gpus(
         # Process 0 has the console; the launcher collects the output of the others.
         print(f"megajax: {line}", file=sys.stderr, flush=True) if process else say(line)
         with suppress(OSError):
-            append_event(events_file, "health", process=process, **symptom._asdict())
+            record("health", process=process, **symptom._asdict())
 
     health = GpuHealth(nvml, gpu_numbers((device.local_hardware_id for device in devices), os.environ))
     stack.enter_context(HealthThread(health.poll, cfg.every_seconds, report))

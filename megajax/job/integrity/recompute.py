@@ -20,15 +20,16 @@ from megajax.batch import Batch, Params
 from megajax.config.errors import UserError
 from megajax.faults.config import RecomputeConfig
 from megajax.faults.drills import Drill
-from megajax.job.integrity.state_hash import array_hash
+from megajax.mesh.array_hash import array_hash
 from megajax.mesh.collectives import rotated
 from megajax.mesh.config import DATA_AXES, devices_over
 from megajax.mesh.layer_observations import reduction_of
 from megajax.mesh.mesh import merged, rotated_mesh
 from megajax.mesh.named_shardings import one_for_each_group, replicated
 from megajax.precision.loss_scale import in_range
+from megajax.processes.must_be_equal import MUST_BE_EQUAL
 from megajax.training.gradients.grads import MANUAL, Weights
-from megajax.training.guarded.faults import Corruption
+from megajax.training.guarded.guard import Corruption
 from megajax.training.guarded.phase_timers import INTEGRITY
 from megajax.training.program import Program
 from megajax.training.session import Run
@@ -77,7 +78,7 @@ class Results(NamedTuple):
         return ~(np.abs(a - b) <= tolerance * np.maximum(np.abs(a), np.abs(b))).all(1)
 
 
-class Verdict(NamedTuple):
+class RecomputeVerdict(NamedTuple):
     """Groups whose results differ."""
 
     groups: tuple[int, ...]
@@ -104,7 +105,7 @@ class Recompute:
 
     def __call__(
         self, inputs: Params, batch: Batch, scale: Callable[[Mesh, int], Array], tolerance: float
-    ) -> Verdict | None:
+    ) -> RecomputeVerdict | None:
         """scale: (mesh, number of the computation from 0) -> float32 [], on all devices."""
         moved = {name: self._moved(name, tree) for name, tree in (("weights", inputs), ("batch", batch))}
         inputs_by_order = ((inputs, batch), (moved["weights"], moved["batch"]))
@@ -145,7 +146,7 @@ class Recompute:
         return {path: _relabelled(x, NamedSharding(self._rotated.mesh, specs[path])) for path, x in moved.items()}
 
 
-def verdict(differ: np.ndarray, first_changed: np.ndarray, second_changed: np.ndarray) -> Verdict:
+def verdict(differ: np.ndarray, first_changed: np.ndarray, second_changed: np.ndarray) -> RecomputeVerdict:
     """The groups that are most likely at fault. In the second order, the devices of group i + 1 compute group i's rows.
 
     Args:
@@ -163,7 +164,7 @@ def verdict(differ: np.ndarray, first_changed: np.ndarray, second_changed: np.nd
     counts = reproducible or transient
     top = max(counts.values())
     suspects = tuple(sorted(group for group, count in counts.items() if count == top))
-    return Verdict(suspects, bool(reproducible), int((~differ).sum()))
+    return RecomputeVerdict(suspects, bool(reproducible), int((~differ).sum()))
 
 
 def _compiled(program: Program) -> Callable[..., Mapping[str, Array]]:
@@ -244,7 +245,7 @@ class CheckGradients:
             raise Corruption(message)
         self._say(message)
 
-    def verdict(self, run: Run, step: int) -> Verdict | None:
+    def verdict(self, run: Run, step: int) -> RecomputeVerdict | None:
         """Compare gradients of the current state on the rows of the next step, which the run reads a second time."""
         loader = run.parts.loader(run.parts.splits.train, int(run.state.consumed_samples), training=True)
         factor = np.float32(run.state.loss_scale)
@@ -264,13 +265,13 @@ class CheckGradients:
         return self._run.mesh.local_devices[0] if faulty else None
 
 
-def devices_of(mesh: Mesh, verdict: Verdict) -> list[jax.Device]:
+def devices_of(mesh: Mesh, verdict: RecomputeVerdict) -> list[jax.Device]:
     """The devices of the suspected groups."""
     devices = merged(mesh.devices, mesh.axis_names, DATA_AXES)
     return list(np.take(devices, verdict.groups, mesh.axis_names.index(DATA_AXES[0])).flat)
 
 
-def mismatch_message(step: int, verdict: Verdict, devices: Sequence[jax.Device]) -> str:
+def mismatch_message(step: int, verdict: RecomputeVerdict, devices: Sequence[jax.Device]) -> str:
     """The devices that computed other gradients, and what to do."""
     names = ", ".join(f"{device.id} (process {device.process_index})" for device in devices[:8])
     subject = f"{'devices' if len(devices) > 1 else 'device'} {names}{', ...' * (len(devices) > 8)}"
@@ -282,8 +283,4 @@ def mismatch_message(step: int, verdict: Verdict, devices: Sequence[jax.Device])
         advice = ". No group repeated its result: if kernels are not deterministic, set resilience.recompute.tolerance"
         return line if verdict.alike else line + advice
     alike = f"; {verdict.alike} other groups agree" if verdict.alike else ""
-    return (
-        f"step {step}: {subject} reproducibly computed other gradients than another device, from the same weights and "
-        f"rows{alike}. Nothing is saved, and steps before this one may be affected. Leave the device out (python -m "
-        "megajax.doctor --before-run tests it); the same command goes on from the last checkpoint"
-    )
+    return MUST_BE_EQUAL["gradients"].message.format(step=step, devices=subject, alike=alike)

@@ -2,24 +2,24 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from megajax.checkpoint.background_saves import CheckpointError, SaveReport
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
+from megajax.checkpoint.local.local_checkpoints import LocalCheckpoints
 from megajax.checkpoint.local.machine_folder import RunHistory
-from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.reader import CheckpointReader, say
+from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
+from megajax.display.text import say
 from megajax.faults.activity import BACKGROUND_SAVE, Activity
 from megajax.faults.peer_status import runtime_error_of
 from megajax.job.saves.save import note_committed
-from megajax.metrics.event_log import append_event
 from megajax.training.guarded.phase_timers import SAVE
 from megajax.training.resolved import Resolved
 from megajax.training.session import Run
+from megajax.training.state import TrainState
 
 LOST_SECONDS = 5.0
 """How long to wait for a step's state: it may need a process that is gone."""
@@ -40,11 +40,12 @@ class LocalSaves:
         activity: Activity,
         event: Callable[..., None],
         *,
+        record: Callable[..., None] | None = None,
         skip_train: bool = False,
     ):
-        """skip_train: write nothing. Raises UserError for a folder that can't be used."""
+        """record: `event` for any process. skip_train: write nothing. Raises UserError for an unusable folder."""
         self.cfg, self._mesh = resolved.cfg, dict(resolved.mesh.shape)
-        self.manager, self.activity, self.event = manager, activity, event
+        self.manager, self.activity, self.event, self._record = manager, activity, event, record or event
         self.local: LocalCheckpoints | None = None
         self.meta: Callable[[], dict[str, Any]] = dict
         """Metadata for a checkpoint; set before the first step."""
@@ -72,6 +73,7 @@ class LocalSaves:
 
     def _use(self, local: LocalCheckpoints, step: int) -> Start:
         say(f"starting from step {step} in local checkpoints ({local.folder.parent} on each machine)")
+        self.activity.committed = step
         self.event("start_source", step=step, kind="local")
         return local, step
 
@@ -160,7 +162,7 @@ class LocalSaves:
         self.local.wait()
         self.committed()
         shared = self.local.peers.broadcast(self.manager.newest())
-        newest = max((checkpoint.index.info.step for checkpoint in self.local.served.values()), default=None)
+        newest = max((checkpoint.info.step for checkpoint in self.local.served.values()), default=None)
         if self.local.peers.broadcast(newest is None or (shared is not None and shared >= newest)):
             self.local.clear()
 
@@ -173,7 +175,7 @@ class LocalSaves:
         local = self.local
         if local is None or local.peers.count == 1 or runtime_error_of(error) is None:
             return
-        before = max((checkpoint.index.info.step for checkpoint in local.served.values()), default=None)
+        before = max((checkpoint.info.step for checkpoint in local.served.values()), default=None)
         newest = f"the newest local checkpoint is of step {before}" if before is not None else "there is none yet"
         step = intact_step(run.state, LOST_SECONDS)
         if step is None or step != self.activity.step:
@@ -193,7 +195,9 @@ class LocalSaves:
             return f"step {step} not saved: {type(failed).__name__}: {failed}"
         complete, process = len(parts) == local.peers.count, local.members.process
         fields = {"step": step, "kind": "emergency", "process": process, "parts": list(parts), "whole": complete}
-        append_event(Path(self.cfg.run_dir).expanduser() / "events.jsonl", "save_committed", **fields)
+        if complete:
+            self.activity.committed = step
+        self._record("save_committed", **fields)
         shards = "all shards" if complete else f"the shards of {len(parts)} of {local.peers.count} processes"
         return f"process {process} saved step {step} in {local.folder}: {shards}"
 
@@ -208,7 +212,7 @@ class LocalSaves:
         self.close()
 
 
-def intact_step(state: Any, seconds: float) -> int | None:
+def intact_step(state: TrainState, seconds: float) -> int | None:
     """The step of a state if all of its arrays are available within `seconds`; else None.
 
     An array is unavailable if a program took it as a donation, or if the program that computes it failed or hangs.

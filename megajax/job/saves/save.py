@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megajax.checkpoint.agree_on_boundary import DelayedAgreement, StepBoundary
 from megajax.checkpoint.background_saves import CheckpointError, SaveReport
-from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.retry_at_boundary import DelayedAgreement, StepBoundary
+from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.config.errors import UserError
 from megajax.faults.activity import Activity
+from megajax.faults.attempt_end import ATTEMPT_END, failed_saves_end
 from megajax.training.guarded.phase_timers import SAVE
 from megajax.training.session import Run
 
@@ -153,7 +154,7 @@ class Save:
         if self._retries < cfg.retries:
             wait = cfg.retry_seconds * 2**self._retries
             self._retries += 1
-            self.event("save_retried", step=error.step, why=error.reason, attempt=self._retries, wait_seconds=wait)
+            self.event("save_retried", step=error.step, why=error.reason, retry=self._retries, wait_seconds=wait)
             self.say(f"{error}; retry {self._retries} of {cfg.retries} in {wait:g} s, with the state at that time")
             self._agreement = DelayedAgreement(self.boundary, wait)
             return
@@ -165,6 +166,7 @@ class Save:
         code = {"exit_code": 1} if last else {}
         self.event("save_failed", step=error.step, why=error.reason, failures=self.failures, next=following, **code)
         if last:
+            self.event(ATTEMPT_END, **failed_saves_end(error.step, self.failures, error.reason))
             why = "at the end of training" if self._finishing else f"checkpoint.failed_saves={cfg.failed_saves}"
             self._end = SavesFailed(f"{error}\n{times} ({why}). {self._remedy()}")
             self._agreement = DelayedAgreement(self.boundary, 0.0)

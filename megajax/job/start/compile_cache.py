@@ -21,9 +21,9 @@ import jax
 import jaxlib
 
 from megajax.mesh.mesh import find_devices
-from megajax.mesh.processes.peers import Peers
-from megajax.mesh.xla_options import XlaConfig
-from megajax.metrics.runfolder import write_atomically
+from megajax.metrics.run_folder import write_atomically
+from megajax.processes.peers import Peers
+from megajax.processes.xla_options import XlaConfig
 from megajax.storage.index_cache import user_cache
 from megajax.storage.write_errors import write_fault
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
+from megajax.interop.weights.regrouped import layers_of
 from megajax.layers.param import ParamSpec, RowOrder
 from megajax.mesh.named_shardings import shard_count, unsharded_rows
 
@@ -95,8 +96,3 @@ def _layers(path: tuple, declared: Mapping[str, ParamSpec]) -> tuple[int, ...] |
     key = getattr(path[-1], "key", None)
     spec = None if key is None else declared.get(key)
     return None if spec is None or not spec.layers else layers_of(spec)
-
-
-def layers_of(spec: ParamSpec) -> tuple[int, ...]:
-    """Numbers of the layers in a stacked weight, sorted."""
-    return tuple(sorted(layer for layer in spec.layers if layer >= 0))

@@ -5,7 +5,8 @@ template. Every later run copies them from there.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,28 +14,28 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.config.hints import listed
-from megajax.config.read_limits import parse_json, read_file
-from megajax.interop.formats import FORMATS
-from megajax.interop.huggingface.folder import stored_extra, write_extra
-from megajax.interop.stored.provenance import FILES, Ancestor, Provenance
-from megajax.interop.tokenizer_files import (
-    GENERATION,
+from megajax.config.read_limits import read_file, settings_in
+from megajax.interop.weights.formats import FILES, FORMATS
+from megajax.interop.weights.provenance import Ancestor, Provenance
+from megajax.interop.weights.stored_model import stored_extra, write_extra
+from megajax.models.protocol import ids_below
+from megajax.storage.index_cache import atomic_write
+from megajax.tokenizers.base import LIMITS, Tokenizer
+from megajax.tokenizers.chat_template import template_text
+from megajax.tokenizers.config import ByteTokenizerConfig, MultimodalTokenizerConfig, NullTokenizerConfig
+from megajax.tokenizers.folder import GENERATION, SETTINGS, TEMPLATE, FolderTokens
+from megajax.tokenizers.tokenizer_files import (
     NAMES,
     OF_MODEL,
     OF_TOKENIZER,
     OLD_TEMPLATE,
-    SETTINGS,
+    contents_of,
     files_of,
     original_files,
     present_files,
     special_token_ids,
     vocabulary_files,
 )
-from megajax.models.protocol import ids_below
-from megajax.storage.index_cache import atomic_write
-from megajax.tokenizers.base import LIMITS, Tokenizer
-from megajax.tokenizers.chat_template import TEMPLATE, template_text, token_text
-from megajax.tokenizers.config import ByteTokenizerConfig, MultimodalTokenizerConfig, NullTokenizerConfig
 from megajax.training.run_config import RunConfig
 
 
@@ -65,7 +66,7 @@ class ModelFiles:
             return False
         if (ancestor := self.ancestor) is None:
             return not isinstance(config, NullTokenizerConfig)
-        theirs = _contents(ancestor.files, OF_TOKENIZER)
+        theirs = contents_of(ancestor.files, OF_TOKENIZER)
         form = FORMATS.get(ancestor.provenance.format)
         is_complete = bool(theirs) or (form is not None and form.with_tokenizer)
         if is_complete and isinstance(config, NullTokenizerConfig | ByteTokenizerConfig):
@@ -91,12 +92,10 @@ class ModelFiles:
         end = getattr(self.cfg.tokenizer, "eod", None)
         if end is None or self.ancestor is None:
             return {}
-        files, provenance = _contents(self.ancestor.files, NAMES), self.ancestor.provenance
-        ends = [_settings(files.get(GENERATION, b"")), provenance.settings, provenance.special_tokens]
-        ids = [settings.get("eos_token_id") for settings in ends]
-        known = [number for value in ids for number in (value if isinstance(value, list) else [value])]
-        name = token_text(_settings(files.get(SETTINGS, b"")).get("eos_token"))
-        return {} if end == name or self.tokenizer.eod in known else {"eos_token_id": self.tokenizer.eod}
+        tokens, provenance = FolderTokens(self.ancestor.files), self.ancestor.provenance
+        ids = [settings.get("eos_token_id") for settings in (provenance.settings, provenance.special_tokens)]
+        known = {*tokens.ends, *(number for value in ids for number in (value if isinstance(value, list) else [value]))}
+        return {} if end == tokens.end or self.tokenizer.eod in known else {"eos_token_id": self.tokenizer.eod}
 
     def write(self, run: Path) -> str:
         """Writes RUN/tokenizer. Returns a line about it; "" if all of it is the run's own. Raises OSError."""
@@ -104,7 +103,7 @@ class ModelFiles:
         paths = vocabulary_files(self.cfg.tokenizer).values()
         if any(path.resolve().is_relative_to(folder.resolve()) for path in paths):
             return ""  # the user's own files
-        files = {} if self.ancestor is None else _contents(self.ancestor.files, OF_MODEL if self.differs else NAMES)
+        files = {} if self.ancestor is None else contents_of(self.ancestor.files, OF_MODEL if self.differs else NAMES)
         if files and self.ancestor is not None:
             lines.append(f"{listed([*files])} of {self.ancestor.files}")
         try:
@@ -120,9 +119,10 @@ class ModelFiles:
             files[GENERATION] = _changed(files[GENERATION], self.special_tokens)
         files |= tokenizer
         if (template := self._template(files)) is not None:
+            instead = ", instead of the source's" * any(name in files for name in (TEMPLATE, OLD_TEMPLATE))
             files[TEMPLATE] = template.encode()
             files.pop(OLD_TEMPLATE, None)  # it would be used instead
-            lines += [f"{TEMPLATE} of data.template"] * bool(lines)
+            lines += [f"{TEMPLATE} of data.template, which the run is trained with{instead}"] * bool(lines)
         write_extra(None if self.ancestor is None else self.ancestor.extra or stored_extra(self.ancestor.files), folder)
         for name in present_files(folder):
             if name not in files:
@@ -140,7 +140,10 @@ class ModelFiles:
         text = template_text(source)
         if TEMPLATE in files:
             return None if files[TEMPLATE] == text.encode() else text
-        return None if _settings(files.get(SETTINGS, b"{}")).get("chat_template") == text else text
+        template = _settings(files.get(SETTINGS, b"{}")).get("chat_template")
+        entries = template if isinstance(template, list) else []
+        named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+        return None if text in (template, named.get("default")) else text
 
 
 def _changed(content: bytes, changes: Mapping[str, Any]) -> bytes:
@@ -151,13 +154,6 @@ def _changed(content: bytes, changes: Mapping[str, Any]) -> bytes:
 
 def _settings(content: bytes) -> dict[str, Any]:
     """The settings in a JSON file; {} if it is damaged, because they are optional."""
-    try:
-        settings = parse_json(content, unique=False)
-    except ValueError:
-        return {}
-    return settings if isinstance(settings, dict) else {}
-
-
-def _contents(folder: Path, names: Collection[str]) -> dict[str, bytes]:
-    """The existing files of `names` in a folder: name -> content. Raises UserError for links that lead out of it."""
-    return {name: read_file(folder / name, LIMITS) for name in present_files(folder, names)}
+    with suppress(ValueError):
+        return settings_in(content)
+    return {}

@@ -3,20 +3,21 @@
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local.local_checkpoints import LocalCheckpoints
 from megajax.checkpoint.reader import CheckpointReader, DamagedStep
 from megajax.config.errors import UserError
-from megajax.interop.stored.provenance import META, Ancestor, Provenance
-from megajax.interop.stored.weights_config import recorded
-from megajax.job.start.data_files import DataFiles
+from megajax.interop.weights.provenance import META, Ancestor, Provenance
+from megajax.interop.weights.weights_config import recorded
+from megajax.job.start.equal_inputs import DataFiles
 from megajax.job.start.layer_order import like_stored, reorder, same_order, stored_chunks
 from megajax.optim.schedule import DECAY
 from megajax.pipeline.partition import row_order
+from megajax.processes.must_be_equal import MUST_BE_EQUAL, differences
 from megajax.training.reference import UNRECORDED
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
@@ -71,18 +72,14 @@ def checkpoint_meta(
         "config": config_yaml,
         "seed": parts.cfg.seed,
         "versions": packages,
-        META: asdict(provenance or Provenance()),
+        META: (provenance or Provenance()).record(),
     }
 
 
 def changes(stored_facts: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Facts that differ: name -> `old -> new`."""
-    names = [*stored_facts, *(name for name in new if name not in stored_facts)]
-    return {
-        name: f"{stored_facts.get(name, '(none)')} -> {new.get(name, '(none)')}"
-        for name in names
-        if stored_facts.get(name) != new.get(name)
-    }
+    unequal = differences(new, stored_facts, MUST_BE_EQUAL["facts"].absent)
+    return {fact.name: f"{fact.expected} -> {fact.actual}" for fact in unequal}
 
 
 @dataclass
@@ -113,8 +110,7 @@ class Resume:
     @property
     def ancestor(self) -> Ancestor:
         """The checkpoint."""
-        meta, checkpoints = self.reader.meta(self.step), self.reader.folder
-        return Ancestor.of(meta, checkpoints, meta["facts"].get("model.vocabulary_size"))
+        return Ancestor.of(self.reader.meta(self.step), self.reader.folder)
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """Raises UserError with all changed settings, or with the arrays that don't fit; nothing is written."""
@@ -153,10 +149,16 @@ class Resume:
                 conflicts.keys() & data
             )
             subject = "data" if conflicts.keys() <= data.keys() else "settings"
+            message = MUST_BE_EQUAL["facts"].message
             raise UserError(
-                f"{parts.cfg.run_dir} has step {self.step} of a run with other {subject} (stored -> requested):\n"
-                f"{_listed(conflicts)}\n{decay}Continue with the old {subject}; {accept}or set another run_dir for a "
-                f"new run, which with checkpoint.load={parts.cfg.run_dir} starts from the state of this one."
+                message.format(
+                    run=parts.cfg.run_dir,
+                    step=self.step,
+                    subject=subject,
+                    differences=_listed(conflicts),
+                    decay=decay,
+                    accept=accept,
+                )
             )
         if rates:
             self.say(f"changed rates from step {self.step} on (schedule.on_resume=config):\n{_listed(rates)}")

@@ -1,9 +1,10 @@
-"""Starts a run from the weights of other runs or libraries; the rest of the state is fresh."""
+"""The stored weights that a run starts from, and those of its reward model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,18 +14,38 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.quantize_on_load import Quantizing
 from megajax.config.errors import UserError
-from megajax.config.hints import listed
+from megajax.config.hints import below, listed
+from megajax.inference.assembly import engine_layout
+from megajax.inference.loaded_model import LoadedModel, load_weights
 from megajax.interop.huggingface.format import LENGTHS
-from megajax.interop.stored.model_differences import describe_differences, differences
-from megajax.interop.stored.provenance import Ancestor
-from megajax.job.start.same_tokens import demand_same_tokens
-from megajax.job.start.stored_weights import StoredWeights, TargetArray, open_weights, read_intact, shape_problem
+from megajax.interop.weights.fit import (
+    StoredWeights,
+    TargetArray,
+    fit,
+    host_array,
+    joined,
+    read_arrays,
+    read_intact,
+    shape_problem,
+    source_of,
+    stored_shapes,
+    weights_of,
+)
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.formats import open_stored, split_name
+from megajax.interop.weights.model_differences import demand_same_model
+from megajax.interop.weights.model_parts import served
+from megajax.interop.weights.provenance import Ancestor
+from megajax.interop.weights.quantize_on_load import Quantizing
+from megajax.job.start.equal_inputs import demand_same_tokens
 from megajax.layers.moe.upcycling import Derived
 from megajax.mesh.named_shardings import without_dimension
+from megajax.mesh.sharding_rules import Plan
+from megajax.models.classifier.config import ChoiceHeadConfig, RegressionHeadConfig
 from megajax.models.protocol import ids_below
+from megajax.precision.config import PrecisionConfig
+from megajax.training.check_compiler_options import inference_options
 from megajax.training.program import Program
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
@@ -120,7 +141,7 @@ class SourceWeights:
                 f"checkpoint.weights: into={source.into} is a part of a quantized model, which is loaded as a whole\n"
                 "Quantize the model with all its parts: python -m megajax.convert --quantize."
             )
-        stored = open_weights(source.run, declared, names, replicated, parts.cfg.checkpoint.ignore, quantizing)
+        stored = source_of(source.run, declared, names, parts.cfg.checkpoint.ignore, quantizing)
         arrays: dict[str, Any] = {**state.params, **state.observed}
         required = {path: TargetArray(arrays[path], parts.program.arrays[path]) for path in (*paths, *observed)}
         optional = {path: required.pop(path) for path in observed}
@@ -135,33 +156,30 @@ class SourceWeights:
         """
         self._demand_same_model()
         before, problems = _prefix(self.source.into), list[str]()
-        shapes = {before + name: shape for name, shape in self.stored.shapes().items()}
-        matching = {
-            path: target for path, target in self.optional.items() if path in shapes and target.fits(shapes[path])
-        }
-        tables, reshaped, derived = list[str](), list[str](), dict[str, Derived]()
-        for path, target in self.targets.items():
-            if path not in shapes and path in self.parts.program.adapters:
+        shapes = {before + name: shape for name, shape in stored_shapes(self.stored).items()}
+        fitting, missing, reshaped = fit(shapes, self.targets)
+        others = (
+            reshaped if self.stored.vocabulary() in (None, ids_below(self.parts.cfg.model)) else [*fitting, *reshaped]
+        )
+        tables = [path for path in others if "vocab" in self.targets[path].spec.axes]
+        reshaped = [path for path in reshaped if path not in tables]
+        matching = {path: target for path, target in fitting.items() if path not in tables}
+        matching |= fit(shapes, self.optional).fitting
+        derived = dict[str, Derived]()
+        for path in missing:
+            if path in self.parts.program.adapters:
                 continue  # adapters start fresh unless the source has them
-            if path not in shapes:
-                rule = self.parts.cfg.model.derived(path, shapes)
-                if rule is None:
-                    problems.append(f"{path}: missing")
-                elif misfit := rule.problem or _misfit(rule, target):
-                    problems.append(f"{path}: {misfit}")
-                else:
-                    derived[path] = rule
-            elif "vocab" in target.spec.axes and self._vocabulary() not in (None, self._own_vocabulary()):
-                tables.append(path)
-            elif target.fits(shapes[path]):
-                matching[path] = target
+            rule = self.parts.cfg.model.derived(path, shapes)
+            if rule is None:
+                problems.append(f"{path}: missing")
+            elif misfit := rule.problem or _misfit(rule, self.targets[path]):
+                problems.append(f"{path}: {misfit}")
             else:
-                (tables if "vocab" in target.spec.axes else reshaped).append(path)
+                derived[path] = rule
         loaded = self._refitted(reshaped, shapes, problems) | self._tables(tables, shapes, fresh, problems)
         if problems:
             raise UserError(
-                f"the weights of {self.stored.where} do not fit:\n"
-                + "\n".join(f"  {line}" for line in problems)
+                below(f"the weights of {self.stored.name} do not fit:", problems)
                 + (self._lengths(shapes) or "\nTo initialize them randomly, name them in checkpoint.weights.fresh")
                 + "; or change the model."
             )
@@ -170,31 +188,29 @@ class SourceWeights:
         resized = f", {', '.join(reshaped)} resized" if reshaped else ""
         copies = sum(rule.source is not None for rule in derived.values())
         copied = f", {copies} of them experts from dense layers" if derived else ""
-        grown = f", {', '.join(tables)} for {self._own_vocabulary()} tokens" if tables else ""
-        changes = f"{resized}{grown}{copied}{self.stored.note()}"
-        say(f"{len(set(loaded) & set(self.targets))} weights of {self.stored.where}{changes}")
+        grown = f", {', '.join(tables)} for {ids_below(self.parts.cfg.model)} tokens" if tables else ""
+        source = f"{self.stored.name}{resized}{grown}{copied}"
+        say(f"{len(set(loaded) & set(self.targets))} weights of {joined(source, self.stored.note)}")
         return loaded
 
     def _demand_same_model(self) -> None:
         """Raises UserError if the settings of another library's model differ in what they compute."""
         model = self.parts.cfg.model
         own_model = getattr(model, self.source.into, None) if self.source.into else model
-        if (stored_model := self.stored.model()) is None or own_model is None:
+        if (stored_model := self.stored.model) is None or own_model is None:
             return
         # Weights that start fresh may have other settings.
-        allowed = (*IGNORED_SETTINGS, *self.source.changed, *self.source.fresh)
-        pairs = differences(own_model, stored_model)
-        pairs = [pair for pair in pairs if not any(fnmatchcase(pair.name, pattern) for pattern in allowed)]
-        if pairs:
-            raise UserError(
-                f"{self.stored.where} is not the model of this run:\n"
-                + "\n".join(f"  {line}" for line in describe_differences(pairs))
-                + "\nChange the model's settings, or name them in checkpoint.weights.changed if that is intended."
-            )
+        demand_same_model(
+            own_model,
+            stored_model,
+            f"{self.stored.name} is not the model of this run:",
+            advice="\nChange the model's settings, or name them in checkpoint.weights.changed if that is intended.",
+            allowed=(*IGNORED_SETTINGS, *self.source.changed, *self.source.fresh),
+        )
 
     def _lengths(self, stored_shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Advice to set the lengths of rows to those of the source, if its learned positions fit then; else ""."""
-        settings = self.stored.settings()
+        settings = self.stored.settings
         model: Any = self.parts.cfg.model
         lengths = {name: settings.get(f"model.{name}") for name in LENGTHS if hasattr(model, name)}
         others = {name: size for name, size in lengths.items() if size and size != getattr(model, name)}
@@ -210,17 +226,17 @@ class SourceWeights:
     def _load(self, targets: Mapping[str, TargetArray]) -> dict[str, Array]:
         before = _prefix(self.source.into)
         by_name = {path.removeprefix(before): target for path, target in targets.items()}
-        arrays = self.stored.read(by_name, self.parts.program.partition.order_of) if by_name else {}
+        arrays = read_arrays(self.stored, by_name, self.parts.program.partition.order_of) if by_name else {}
         return {before + name: array for name, array in arrays.items()}
 
     def _refitted(
         self, paths: Iterable[str], stored_shapes: Mapping[str, tuple[int, ...]], problems: list[str]
     ) -> dict[str, Array]:
         """Weights of other shapes that the model resizes, for example positions."""
-        resized, before, settings = dict[str, Array](), _prefix(self.source.into), self.stored.settings()
+        resized, before, settings = dict[str, Array](), _prefix(self.source.into), self.stored.settings
         for path in paths:
             like = self.targets[path].like
-            weight = self.parts.cfg.model.refit(path, self.stored.host_array(path.removeprefix(before)), settings)
+            weight = self.parts.cfg.model.refit(path, host_array(self.stored, path.removeprefix(before)), settings)
             if weight is None or weight.shape != tuple(like.shape):
                 problems.append(shape_problem(path, stored_shapes[path], like.shape))
             else:
@@ -235,11 +251,11 @@ class SourceWeights:
         problems: list[str],
     ) -> dict[str, Array]:
         """Tables with a row per token, for another number of tokens or other padding."""
-        tables, before, new = dict[str, Array](), _prefix(self.source.into), self._own_vocabulary()
+        tables, before, new = dict[str, Array](), _prefix(self.source.into), ids_below(self.parts.cfg.model)
         for path in paths:
             like, axes = self.targets[path]
             at, shape = axes.axes.index("vocab"), stored_shapes[path]
-            stored_tokens = self._vocabulary() or shape[at]
+            stored_tokens = self.stored.vocabulary() or shape[at]
             if shape[:at] + shape[at + 1 :] != tuple(like.shape[:at] + like.shape[at + 1 :]):
                 problems.append(shape_problem(path, shape, like.shape))
             elif new is not None and stored_tokens > new:
@@ -248,17 +264,11 @@ class SourceWeights:
                 hint = "checkpoint.weights.new_tokens=drawn or mean fills the other rows"
                 problems.append(f"{path}: stored for {stored_tokens} tokens, this model has {new}; {hint}")
             else:
-                rows = np.take(self.stored.host_array(path.removeprefix(before)), range(stored_tokens), axis=at)
+                rows = np.take(host_array(self.stored, path.removeprefix(before)), range(stored_tokens), axis=at)
                 make = partial(_grown, at=at, mean=self.source.new_tokens == "mean")
                 placed = jax.device_put(rows, self.replicated)
                 tables[path] = jax.jit(make, out_shardings=like.sharding)(fresh()[path], placed)
         return tables
-
-    def _vocabulary(self) -> int | None:
-        return self.stored.vocabulary()
-
-    def _own_vocabulary(self) -> int | None:
-        return ids_below(self.parts.cfg.model)
 
     def _derived(self, rule: Derived, path: str, fresh: Callable[[], Params]) -> Array:
         """A weight computed from another, which is sharded like the result except in dimension 1."""
@@ -298,3 +308,32 @@ def _grown(fresh: Array, rows: Array, *, at: int, mean: bool) -> Array:
     if mean:
         added = jnp.broadcast_to(rows.mean(at, keepdims=True), added.shape)
     return jnp.concatenate([rows.astype(fresh.dtype), added.astype(fresh.dtype)], axis=at)
+
+
+def load_reward_model(source: str, parts: Parts, *, say: Callable[[str], None]) -> LoadedModel:
+    """The model of a run or of hf:DIR, on the devices of these parts, in their compute dtype; sharded as an engine's
+    where its sizes allow, else each device has all of it.
+
+    Raises UserError for a model without one score for each sequence, and for one with other tokens.
+    """
+    path = Path(source).expanduser()
+    if (library := split_name(path)[0]) not in ("", "hf"):
+        raise UserError(f"data.reward_model={source}: must be a run or hf:DIR, got {library}:")
+    stored = open_stored(path)
+    cfg = served(stored.model)
+    if not isinstance(head := getattr(cfg, "head", None), ChoiceHeadConfig | RegressionHeadConfig):
+        what = type(cfg if head is None else head).__name__
+        raise UserError(
+            f"data.reward_model={source}: has no score for each answer, but {what}. Use a run of a model with "
+            "ChoiceHeadConfig or RegressionHeadConfig, or a ForSequenceClassification of transformers with num_labels=1"
+        )
+    demand_same_tokens(parts.tokenizer, path, "the reward model", say)
+    cfg = replace(cfg, head=replace(head, dropout=0.0))
+    layout, mesh = engine_layout(parts.program.mesh)
+    sharded = not any(True for _ in cfg.parallel_problems(layout, None))
+    plan = Plan.of(layout) if sharded else Plan.of(layout).over_batch()
+    weights, precision = weights_of(stored, cfg), PrecisionConfig(compute=parts.cfg.precision.compute)
+    options = inference_options(parts.cfg.xla, mesh.devices.flat[0])
+    loaded = load_weights(cfg, weights, plan, mesh, precision, options)
+    say(f"reward model: {weights.where}")
+    return loaded

@@ -11,7 +11,7 @@ B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K),
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.attention import cudnn, tiles
 from megajax.kernels.attention import pallas as pallas_attention
-from megajax.kernels.attention.capability import Device
+from megajax.kernels.attention.capability import KernelDevice
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.soft_cap import soft_cap_slope, soft_capped
 from megajax.mesh.layer_observations import observe
@@ -207,13 +207,10 @@ class Passes(NamedTuple):
     caps: bool = False
     """Whether both accept `cap`, a soft cap of scores."""
 
-    def call_forward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array]:
-        """`forward`, with dropout unless it is None."""
-        return self.forward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
-
-    def call_backward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array, Array]:
-        """`backward`, with dropout unless it is None."""
-        return self.backward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
+    def with_arguments(self, **arguments: float | AttentionDropout | None) -> "Passes":
+        """These passes with those of the arguments `dropout` and `cap` that are not None."""
+        keywords = {name: value for name, value in arguments.items() if value is not None}
+        return self._replace(forward=partial(self.forward, **keywords), backward=partial(self.backward, **keywords))
 
 
 PASSES: Mapping[str, Passes] = MappingProxyType(
@@ -237,7 +234,7 @@ def passes_of(kernel: str, cap: float | None) -> Passes:
         return passes
     if not passes.caps:
         raise ValueError(f"{kernel} attention has no soft cap of scores: set kernel=pallas or reference")
-    return passes._replace(forward=partial(passes.forward, cap=cap), backward=partial(passes.backward, cap=cap))
+    return passes.with_arguments(cap=cap)
 
 
 class _Static(NamedTuple):
@@ -287,7 +284,9 @@ def _fused_forward(
     bounds: Array | None,
 ) -> tuple[Array, tuple]:
     dropout = static.dropout(drop)
-    out, lse = static.passes.call_forward(q, k, v, static.mask(positions), scale=static.scale, dropout=dropout)
+    out, lse = static.passes.with_arguments(dropout=dropout).forward(
+        q, k, v, static.mask(positions), scale=static.scale
+    )
     if sink is not None:
         # The sink is one more score without a value: it only adds to the denominator of the softmax.
         with_sink = jnp.logaddexp(lse, sink.astype(jnp.float32)[None, :, None])
@@ -302,7 +301,7 @@ def _fused_backward(static: _Static, saved: tuple, dout: Array) -> tuple:
     """The saved log-sum-exp includes the sink, so the backward kernel needs no change for it."""
     q, k, v, positions, sink, drop, bounds, out, lse = saved
     arrays = q, k, v, static.mask(positions), out, lse, dout
-    gradients = static.passes.call_backward(*arrays, scale=static.scale, dropout=static.dropout(drop))
+    gradients = static.passes.with_arguments(dropout=static.dropout(drop)).backward(*arrays, scale=static.scale)
     observed = None if bounds is None else score_bounds(lse, sink).astype(bounds.dtype)
     if sink is None:
         return *gradients, None, None, None, observed
@@ -369,12 +368,12 @@ def _reference_bounds(q: Array, k: Array, mask: Mask, scale: float, bias: Array 
     return score_bounds(lse.reshape(q.shape[0], q.shape[2], q.shape[1]), None)
 
 
-def local_device() -> Device:
+def local_device() -> KernelDevice:
     """The first local device; all others are assumed to be the same."""
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return Device(name=device.device_kind)
+        return KernelDevice(name=device.device_kind)
     capability = tuple(map(int, device.compute_capability.split(".")))
     number = 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
     version = (number // 10000, number // 100 % 100, number % 100) if number else None
-    return Device(name=device.device_kind, capability=capability, cudnn=version)
+    return KernelDevice(name=device.device_kind, capability=capability, cudnn=version)

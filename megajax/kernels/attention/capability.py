@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.hints import divisors_of
-from megajax.mesh.context_parallelism import UNSHARDED, ContextSharding
+from megajax.mesh.config import UNSHARDED, ContextSharding
 
 type Version = tuple[int, ...]
 type Kernel = Literal["auto", "reference", "fixed", "cudnn", "cudnn_mask", "pallas"]
@@ -22,7 +22,7 @@ def exchange_sizes(heads: int, kv_heads: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class KernelRequest:
     """The attention to compute. None: unknown yet, not checked."""
 
     dtype: str | None = None
@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class KernelDevice:
     """The properties of a device that backends depend on."""
 
     name: str
@@ -77,7 +77,7 @@ class DeviceRange(NamedTuple):
     below: Version = (100,)
     """First compute capability without support."""
 
-    def refusal(self, device: Device) -> str | None:
+    def refusal(self, device: KernelDevice) -> str | None:
         """Why this NVIDIA GPU is not supported; None if it is."""
         actual = device.capability or ()
         if actual < self.capability:
@@ -98,7 +98,7 @@ class KnownFault:
     """The backends that call what is at fault."""
     effect: str
     """What goes wrong, to follow the backend's label."""
-    applies: Callable[[Request], bool]
+    applies: Callable[[KernelRequest], bool]
     """Whether a request meets the fault; false where the needed sizes are unknown."""
     capability: tuple[Version, Version] = ((), (100,))
     """First affected compute capability, and the first one after it that is not."""
@@ -109,7 +109,7 @@ class KnownFault:
     report: str
     """Where it is described."""
 
-    def refusal(self, request: Request, device: Device) -> str | None:
+    def refusal(self, request: KernelRequest, device: KernelDevice) -> str | None:
         """Effect, affected versions, the version found, report and advice; None if the request does not meet it."""
         (oldest, newer), (first, fixed), version = self.capability, self.cudnn, device.cudnn
         if version is None or device.capability is None or not oldest <= device.capability < newer:
@@ -141,7 +141,7 @@ class Support:
     devices: DeviceRange | None = None
     """NVIDIA GPUs that it supports; None: any device."""
 
-    def base_refusal(self, dtype: str | None, device: Device | None) -> str | None:
+    def base_refusal(self, dtype: str | None, device: KernelDevice | None) -> str | None:
         """Why the dtype or the device is not supported, to follow `label`; None if supported or unknown."""
         if device is not None and self.devices is not None:
             if device.capability is None:
@@ -180,7 +180,7 @@ class Backend(Support):
     """Supported shards of rows. any: queries and keys at any positions; chunks: a chunk of queries with its own
     keys and those before it (kernels/context/gathered.py); whole rows: no shards."""
 
-    def refusal(self, request: Request, device: Device | None = None) -> str | None:
+    def refusal(self, request: KernelRequest, device: KernelDevice | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. device: None for any NVIDIA GPU."""
         return (
             self.base_refusal(request.dtype, device)
@@ -191,11 +191,11 @@ class Backend(Support):
             or self._known_fault(request, device)
         )
 
-    def _known_fault(self, request: Request, device: Device | None) -> str | None:
+    def _known_fault(self, request: KernelRequest, device: KernelDevice | None) -> str | None:
         texts = () if device is None else (fault.refusal(request, device) for fault in self.faults)
         return next((text for text in texts if text), None)
 
-    def _shape_refusal(self, request: Request) -> str | None:
+    def _shape_refusal(self, request: KernelRequest) -> str | None:
         for length in (request.length, request.key_length):
             if self.even and length is not None and length % 2:
                 return f"takes rows of even length, not of {length}"
@@ -203,7 +203,7 @@ class Backend(Support):
             return f"has windows in causal attention only, and window={request.window}"
         return None
 
-    def _sharding_refusal(self, request: Request) -> str | None:
+    def _sharding_refusal(self, request: KernelRequest) -> str | None:
         """Why the sharding of rows over `parallel.context` is not supported."""
         sharding = request.sharding
         between = sharding.between()
@@ -226,7 +226,7 @@ class Backend(Support):
             return f"takes chunks of even length, not of {size} {over}"
         return None
 
-    def _head_refusal(self, request: Request, device: Device | None) -> str | None:
+    def _head_refusal(self, request: KernelRequest, device: KernelDevice | None) -> str | None:
         key = request.key_dim
         value = key if request.value_dim is None else request.value_dim
         if key is None or value is None or not self.heads:
@@ -246,7 +246,7 @@ class Backend(Support):
         # A newer cuDNN is easier to get than another GPU, so that reason comes first.
         return f"takes heads of {sizes} {min(reasons, key=lambda text: not text.startswith('from cuDNN'))}"
 
-    def _feature_refusal(self, request: Request, device: Device | None) -> str | None:
+    def _feature_refusal(self, request: KernelRequest, device: KernelDevice | None) -> str | None:
         if request.cross and request.documents and not self.documents_of_two:
             return "does not isolate documents between two sequences"
         if request.bias and not self.bias:
@@ -268,12 +268,12 @@ def _dotted(version: Version) -> str:
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
 
-def _keys(request: Request) -> int:
+def _keys(request: KernelRequest) -> int:
     """Keys of a whole row; 0: unknown."""
     return (request.key_length if request.cross else None) or request.length or 0
 
 
-def _half_a_tile_without_mask(request: Request) -> bool:
+def _half_a_tile_without_mask(request: KernelRequest) -> bool:
     """Calls without a mask or lengths, with 64 keys more than a multiple of 128."""
     if request.padded or request.documents:
         return False
@@ -285,7 +285,7 @@ def _half_a_tile_without_mask(request: Request) -> bool:
     return not request.causal and _keys(request) % 128 == 64
 
 
-def _uneven_heads(request: Request) -> bool:
+def _uneven_heads(request: KernelRequest) -> bool:
     """Different sizes of keys and values from 128 to 256, other than 192 with 128."""
     key, value = request.key_dim or 0, request.value_dim or request.key_dim or 0
     return not request.documents and min(key, value) >= 128 and key != value and (key, value) != (192, 128)
@@ -434,7 +434,7 @@ FUSED = tuple(name for name in BACKENDS if name not in ("reference", "fixed"))
 """Backends that do not store the scores; `fixed` does in the backward pass."""
 
 
-class Choice[K: str](NamedTuple):
+class KernelChoice[K: str](NamedTuple):
     """A backend, and why the faster ones were not chosen. K: the type of its name, `Kernel` for attention."""
 
     kernel: K
@@ -451,7 +451,7 @@ class Choice[K: str](NamedTuple):
 
 def pick[K: str, B: Support](
     kernel: K, kernels: Mapping[K, B], refusal: Callable[[B], str | None], setting: str
-) -> Choice[K]:
+) -> KernelChoice[K]:
     """The named kernel, or for `auto` the first kernel of the table that is not refused; the last one never is.
 
     refusal: why a kernel is not supported, to follow its label. Raises UserError if the named one is refused.
@@ -465,14 +465,16 @@ def pick[K: str, B: Support](
     else:
         raise AssertionError("the last kernel supports every request")
     if kernel == "auto":
-        return Choice(name, tuple(f"{', '.join(names)}: {reason}" for reason, names in reasons.items()))
+        return KernelChoice(name, tuple(f"{', '.join(names)}: {reason}" for reason, names in reasons.items()))
     refused = refusal(kernels[kernel])
     if refused is None:
-        return Choice(kernel)
+        return KernelChoice(kernel)
     raise UserError(f"{setting}={kernel}: {kernels[kernel].label} {refused}. Set {setting}={name} or auto.")
 
 
-def choose(kernel: Kernel, request: Request, device: Device | None, setting: str = "kernel") -> Choice[Kernel]:
+def choose(
+    kernel: Kernel, request: KernelRequest, device: KernelDevice | None, setting: str = "kernel"
+) -> KernelChoice[Kernel]:
     """The backend for this request on this device: `kernel` itself, or for `auto` the fastest that supports it.
 
     Raises UserError if the named backend does not support the request. setting: its name in messages.

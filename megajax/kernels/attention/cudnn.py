@@ -15,7 +15,7 @@ M maximum number of documents in a row.
 """
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -425,7 +425,7 @@ def masked_backward(
     return _backward(call, (q, k, v, out, lse, dout), [_bias(mask, q.dtype)], None)
 
 
-def _bias(mask: Mask, dtype: Any) -> Array:
+def _bias(mask: Mask, dtype: jnp.dtype) -> Array:
     """[B, 1, S, S]: 0 for visible keys, and a large negative number for masked ones.
 
     Not the lowest finite number: cuDNN subtracts two of them from each other.

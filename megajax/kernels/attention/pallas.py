@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -28,16 +28,16 @@ PADDING_SEGMENT = -(2**31)
 """Segment of padding among the queries; padding among the keys has the next number, so neither sees the other."""
 
 
-class Blocks(NamedTuple):
+class AttentionBlocks(NamedTuple):
     """Block sizes, powers of two from 16 on, and warps per block."""
 
     queries: int
     keys: int
     warps: int
 
-    def within(self, queries: int, keys: int) -> "Blocks":
+    def within(self, queries: int, keys: int) -> "AttentionBlocks":
         """Blocks no larger than these numbers of queries and keys need."""
-        return Blocks(min(self.queries, next_power(queries)), min(self.keys, next_power(keys)), self.warps)
+        return AttentionBlocks(min(self.queries, next_power(queries)), min(self.keys, next_power(keys)), self.warps)
 
 
 def next_power(length: int) -> int:
@@ -45,13 +45,13 @@ def next_power(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def blocks_for(size: int) -> tuple[Blocks, Blocks]:
+def blocks_for(size: int) -> tuple[AttentionBlocks, AttentionBlocks]:
     """Blocks of the forward and the backward kernels for this head size; they fit into an A100's shared memory."""
     if size <= 64:
-        return Blocks(128, 64, 4), Blocks(64, 64, 4)
+        return AttentionBlocks(128, 64, 4), AttentionBlocks(64, 64, 4)
     if size <= 128:
-        return Blocks(128, 64, 8), Blocks(64, 64, 8)
-    return Blocks(64, 32, 8), Blocks(32, 32, 4)
+        return AttentionBlocks(128, 64, 8), AttentionBlocks(64, 64, 8)
+    return AttentionBlocks(64, 32, 8), AttentionBlocks(32, 32, 4)
 
 
 def head_tiles(size: int) -> tuple[tuple[int, int], ...]:
@@ -82,7 +82,7 @@ class _Blocked(NamedTuple):
         return self.query_index, self.key_index, self.query_segments, self.key_segments
 
 
-def _split_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
+def _split_into_blocks(mask: Mask, rows: int, blocks: AttentionBlocks) -> _Blocked:
     def padded(x: Array, block: int, value: int) -> Array:
         missing = -x.shape[-1] % block
         return jnp.pad(x.astype(jnp.int32), [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=value)
@@ -125,7 +125,7 @@ def _split_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
     return _Blocked(query_index, key_index, query_segments, key_segments, ranges(visible), by_key)
 
 
-def visited(mask: Mask, rows: int, blocks: Blocks) -> tuple[Array, Array]:
+def visited(mask: Mask, rows: int, blocks: AttentionBlocks) -> tuple[Array, Array]:
     """Number of blocks that the kernels compute, int32 [B] each: by blocks of queries, and by blocks of keys."""
     blocked = _split_into_blocks(mask, rows, blocks)
     by_query, by_key = ((ranges[:, 1] - ranges[:, 0]).sum(-1) for ranges in (blocked.keys_of, blocked.queries_of))
@@ -150,7 +150,7 @@ def _visible(qi: Array, ki: Array, qs: Array, ks: Array, mask: Mask) -> Array:
     return visible if mask.window is None else visible & (distance <= mask.window)
 
 
-def _head(ref: Any, start: Any, block: int, size: int, *head: Any) -> list[Array]:
+def _head(ref: Ref, start: Array | int, block: int, size: int, *head: Array | int) -> list[Array]:
     """The tiles of a block's head, each [block, tile]; `head` selects one where the block has several heads."""
     return [ref[(pl.ds(start, block), *head, pl.ds(first, tile))] for first, tile in head_tiles(size)]
 
@@ -164,15 +164,15 @@ def _zeros(block: int, size: int) -> tuple[Array, ...]:
     return tuple(jnp.zeros((block, tile), jnp.float32) for _, tile in head_tiles(size))
 
 
-def _store(ref: Any, sums: tuple[Array, ...], size: int) -> None:
+def _store(ref: Ref, sums: tuple[Array, ...], size: int) -> None:
     for (first, tile), value in zip(head_tiles(size), sums, strict=True):
         ref[:, pl.ds(first, tile)] = value.astype(ref.dtype)
 
 
 def _forward_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, qi_ref: Any, ki_ref: Any, qs_ref: Any, ks_ref: Any, range_ref: Any,
-    out_ref: Any, lse_ref: Any, *,
-    mask: Mask, scale: float, cap: float | None, blocks: Blocks, sizes: tuple[int, int],
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, qi_ref: Ref, ki_ref: Ref, qs_ref: Ref, ks_ref: Ref, range_ref: Ref,
+    out_ref: Ref, lse_ref: Ref, *,
+    mask: Mask, scale: float, cap: float | None, blocks: AttentionBlocks, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
     """Output and log-sum-exp of one block of queries of one head."""
     block = pl.program_id(0)
@@ -205,9 +205,9 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, qi_ref: Any, ki_ref: Any, qs_ref: Any, ks_ref: Any, range_ref: Any,
-    dout_ref: Any, lse_ref: Any, out_ref: Any, dq_ref: Any, delta_ref: Any, *,
-    mask: Mask, scale: float, cap: float | None, blocks: Blocks, sizes: tuple[int, int],
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, qi_ref: Ref, ki_ref: Ref, qs_ref: Ref, ks_ref: Ref, range_ref: Ref,
+    dout_ref: Ref, lse_ref: Ref, out_ref: Ref, dq_ref: Ref, delta_ref: Ref, *,
+    mask: Mask, scale: float, cap: float | None, blocks: AttentionBlocks, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
     """Gradient of one block of queries of one head, and for each query the product of its output and the gradient.
 
@@ -235,9 +235,9 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, qi_ref: Any, ki_ref: Any, qs_ref: Any, ks_ref: Any, range_ref: Any,
-    dout_ref: Any, lse_ref: Any, delta_ref: Any, dk_ref: Any, dv_ref: Any, *,
-    mask: Mask, scale: float, cap: float | None, blocks: Blocks, sizes: tuple[int, int], share: int,
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, qi_ref: Ref, ki_ref: Ref, qs_ref: Ref, ks_ref: Ref, range_ref: Ref,
+    dout_ref: Ref, lse_ref: Ref, delta_ref: Ref, dk_ref: Ref, dv_ref: Ref, *,
+    mask: Mask, scale: float, cap: float | None, blocks: AttentionBlocks, sizes: tuple[int, int], share: int,
 ) -> None:  # fmt: skip
     """Gradients of one block of keys and values of one key-value head, summed over its query heads."""
     block = pl.program_id(0)
@@ -276,19 +276,19 @@ def _weights_and_score_gradients(
     return p, (p * (_scores(dout, v) - delta[:, None]) * (soft_cap_slope(s, cap) * scale)).astype(q[0].dtype)
 
 
-def _query_block(blocks: Blocks, size: int) -> pl.BlockSpec:
+def _query_block(blocks: AttentionBlocks, size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, blocks.queries, None, size), lambda i, n, b: (b, i, n, 0))
 
 
-def _key_block(blocks: Blocks, size: int) -> pl.BlockSpec:
+def _key_block(blocks: AttentionBlocks, size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, blocks.keys, None, size), lambda j, g, b: (b, j, g, 0))
 
 
-def _query_statistics(blocks: Blocks) -> pl.BlockSpec:
+def _query_statistics(blocks: AttentionBlocks) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, blocks.queries), lambda i, n, b: (b, n, i))
 
 
-def _inputs_by_query(blocks: Blocks, q: Array, k: Array, v: Array) -> list[pl.BlockSpec]:
+def _inputs_by_query(blocks: AttentionBlocks, q: Array, k: Array, v: Array) -> list[pl.BlockSpec]:
     """Inputs of a kernel that loops over the keys of one block of queries, from q to the ranges of keys."""
     keys, share = k.shape[1], q.shape[2] // k.shape[2]
     return [
@@ -303,7 +303,9 @@ def _inputs_by_query(blocks: Blocks, q: Array, k: Array, v: Array) -> list[pl.Bl
     ]
 
 
-def _call(kernel: Callable, mask: Mask, scale: float, cap: float | None, blocks: Blocks, **arguments: Any) -> Callable:
+def _call(
+    kernel: Callable, mask: Mask, scale: float, cap: float | None, blocks: AttentionBlocks, **arguments: Any
+) -> Callable:
     none: Any = None
     static = Mask(none, none, None, None, mask.window, mask.causal)
     return pl.pallas_call(
@@ -322,7 +324,7 @@ def forward(
     scale: float,
     cap: float | None = None,
     interpret: bool = False,
-    blocks: Blocks | None = None,
+    blocks: AttentionBlocks | None = None,
 ) -> tuple[Array, Array]:
     """softmax(q k^T * scale) v over the visible keys. cap: soft cap of scores; None: no cap.
 
@@ -367,7 +369,7 @@ def backward(
     scale: float,
     cap: float | None = None,
     interpret: bool = False,
-    blocks: Blocks | None = None,
+    blocks: AttentionBlocks | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients with respect to q, k and v, as `reference_backward` in kernels/attention/attention.py computes them."""
     rows, length, heads, size = q.shape

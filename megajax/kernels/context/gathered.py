@@ -43,13 +43,13 @@ def all_gather(sharding: SequenceSharding, passes: Passes) -> Passes:
     def forward(
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array]:
-        return passes.call_forward(q, *whole_keys(sharding, k, v, mask), scale=scale, dropout=dropout)
+        return passes.with_arguments(dropout=dropout).forward(q, *whole_keys(sharding, k, v, mask), scale=scale)
 
     def backward(
         q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
         keys, values, mask = whole_keys(sharding, k, v, mask)
-        dq, dk, dv = passes.call_backward(q, keys, values, mask, *saved, scale=scale, dropout=dropout)
+        dq, dk, dv = passes.with_arguments(dropout=dropout).backward(q, keys, values, mask, *saved, scale=scale)
         return dq, reduce_rows(sharding, dk), reduce_rows(sharding, dv)
 
     return Passes(forward, backward, passes.dropout)

@@ -90,7 +90,9 @@ def ring(sharding: SequenceSharding, local: Passes, remote: Passes) -> Passes:
         for source, next_keys, _ in around.turns():
             coming = from_before(sharding, kv, next_keys) if next_keys else kv
             passes, source_mask = remote if source else local, around.mask_of(source, length)
-            new = passes.call_forward(q, kv[..., :size], kv[..., size:], source_mask, scale=scale, dropout=dropout)
+            new = passes.with_arguments(dropout=dropout).forward(
+                q, kv[..., :size], kv[..., size:], source_mask, scale=scale
+            )
             sums, kv = _end_step([merge_parts(*sums, new)], coming)
         ((out, lse),) = sums
         return out.astype(q.dtype), lse
@@ -107,7 +109,7 @@ def ring(sharding: SequenceSharding, local: Passes, remote: Passes) -> Passes:
             moving = from_before(sharding, moving, way) if way else moving
             passes, source_mask = remote if source else local, around.mask_of(source, length)
             keys = kv[..., :size], kv[..., size:]
-            new = passes.call_backward(q, *keys, source_mask, *saved, scale=scale, dropout=dropout)
+            new = passes.with_arguments(dropout=dropout).backward(q, *keys, source_mask, *saved, scale=scale)
             new_q, *keyed = (x.astype(jnp.float32) for x in new)
             (dq, moving), kv = _end_step((dq + new_q, moving + jnp.concatenate(keyed, axis=3)), coming)
             way = next_sums

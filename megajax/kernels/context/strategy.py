@@ -84,7 +84,7 @@ def all_to_all(sharding: SequenceSharding, passes: Passes) -> Passes:
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array]:
         mask, dropout = exchanged(mask, q, dropout)
-        out, lse = passes.call_forward(*moved(q, k, v), mask, scale=scale, dropout=dropout)
+        out, lse = passes.with_arguments(dropout=dropout).forward(*moved(q, k, v), mask, scale=scale)
         lse = to_positions(sharding, lse.transpose(0, 2, 1))
         return to_positions(sharding, out), lse.transpose(0, 2, 1)
 
@@ -95,7 +95,7 @@ def all_to_all(sharding: SequenceSharding, passes: Passes) -> Passes:
         out, lse, dout = saved
         lse = to_heads(sharding, lse.transpose(0, 2, 1)).transpose(0, 2, 1)
         arrays = *moved(q, k, v), mask, to_heads(sharding, out), lse, to_heads(sharding, dout)
-        gradients = passes.call_backward(*arrays, scale=scale, dropout=dropout)
+        gradients = passes.with_arguments(dropout=dropout).backward(*arrays, scale=scale)
         dq, dk, dv = (to_positions(sharding, x) for x in gradients)
         return dq, _summed(dk, k), _summed(dv, v)
 

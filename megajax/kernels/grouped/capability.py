@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.kernels.attention.capability import BLACKWELL, HOPPER, Choice, Device, DeviceRange, Support, pick
+from megajax.kernels.attention.capability import (
+    BLACKWELL,
+    HOPPER,
+    DeviceRange,
+    KernelChoice,
+    KernelDevice,
+    Support,
+    pick,
+)
 
 type GroupedKernel = Literal["auto", "reference", "mosaic"]
-type CodesKernel = Literal["codes", "scaled"]
+type CodesKernel = Literal["codes", "blackwell_block_scaled"]
 
 
 class GroupedSizes(NamedTuple):
@@ -35,7 +43,7 @@ class GroupedBackend(Support):
     """Both sides of the matrices must be multiples of this."""
 
     def refusal(
-        self, dtype: str | None = None, device: Device | None = None, sizes: GroupedSizes | None = None
+        self, dtype: str | None = None, device: KernelDevice | None = None, sizes: GroupedSizes | None = None
     ) -> str | None:
         """Why the arguments are not supported, to follow `label`; None if they are. None arguments are not checked."""
         return self.base_refusal(dtype, device) or (sizes and self._size_refusal(sizes))
@@ -71,7 +79,7 @@ CODES: Mapping[CodesKernel, GroupedBackend] = MappingProxyType(
             # Blackwell has no wgmma.
             ("codes", "the Mosaic kernel of 8-bit codes", DeviceRange(HOPPER, (), below=BLACKWELL)),
             # GPUs of capability 12 have no tcgen05.
-            ("scaled", "the Mosaic kernel of scaled blocks", DeviceRange(BLACKWELL, (), below=(11, 0))),
+            ("blackwell_block_scaled", "the Mosaic kernel of scaled blocks", DeviceRange(BLACKWELL, (), below=(11, 0))),
         )
     }
 )
@@ -90,10 +98,10 @@ def capable_grouped(kernel: GroupedKernel, dtype: str, sizes: GroupedSizes) -> G
 def choose_grouped(
     kernel: GroupedKernel,
     dtype: str | None,
-    device: Device | None,
+    device: KernelDevice | None,
     setting: str = "kernel",
     sizes: GroupedSizes | None = None,
-) -> Choice[GroupedKernel]:
+) -> KernelChoice[GroupedKernel]:
     """The kernel for rows of this dtype on this device: the named one, or for `auto` the fastest supported one.
 
     device: None for any NVIDIA GPU; sizes: None if unknown. setting: its name in messages.

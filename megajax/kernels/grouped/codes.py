@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from megajax.kernels.grouped.mosaic import ALIGN, LINE, PROGRAMS, Operand, Program, divided, line, store, swizzled
-from megajax.kernels.grouped.tiles import tiles
+from megajax.kernels.grouped.mosaic import ALIGN, LINE, PROGRAMS, MatmulProgram, Operand, divided, line, store, swizzled
+from megajax.kernels.grouped.row_tiles import tiles
 
 BLOCK = 128
 """Numbers of a block with one scale; side of a cell of the result."""
@@ -37,20 +37,20 @@ def rows(
     """Each row times the transposed matrix of its group: see `CodeProducts.rows`."""
     (count, inner), (_, outer, _) = x.shape, w.shape
     tiled, across = tiles(sizes, count, BLOCK, ALIGN), outer // BLOCK
-    program = Program((_codes(x), _codes(w), SCALES), STEPS)
+    program = MatmulProgram((_codes(x), _codes(w), SCALES), STEPS)
 
     def rows_of_codes(
-        group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, s_ref: Any, t_ref: Any, y_ref: Any
+        group_ref: Ref, first_ref: Ref, end_ref: Ref, x_ref: Ref, w_ref: Ref, s_ref: Ref, t_ref: Ref, y_ref: Ref
     ) -> None:
         part = lax.axis_index("part")
 
-        def compute(cell: Array, allocations: Any, block: Any) -> None:
+        def compute(cell: Array, allocations: Any, block: Ref) -> None:
             tile, column = divided(cell, across)
             group, first, end = group_ref[tile], first_ref[tile], end_ref[tile]
             # The last tile may start earlier, so that no copy goes beyond the last row.
             start = pl.multiple_of(jnp.minimum(first // ALIGN * ALIGN, count - BLOCK), ALIGN)
 
-            def multiply(index: tuple, a: Any, b: Any, s: Any, total: Array) -> Array:
+            def multiply(index: tuple, a: Ref, b: Ref, s: Ref, total: Array) -> Array:
                 scales = s[0, pl.ds(part * HALF, HALF)] * t_ref[group, column, index[0]]
                 mosaic.commit_smem()  # the next copy comes after this read
                 return total + _product(a, b, part) * lax.broadcast_in_dim(scales, (HALF, BLOCK), (0,))
@@ -86,21 +86,21 @@ def matrices(
     """The sum over each group's rows of x^T dy: see `CodeProducts.matrices`."""
     (inner, count), outer, groups = x.shape, dy.shape[0], sizes.size
     down, across = inner // BLOCK, outer // BLOCK
-    program = Program((_codes(x), _codes(dy), SCALES, SCALES), STEPS)
+    program = MatmulProgram((_codes(x), _codes(dy), SCALES, SCALES), STEPS)
     blocks = sizes // BLOCK
     starts = jnp.cumsum(blocks, dtype=jnp.int32) - blocks
 
     def matrices_of_codes(
-        start_ref: Any, blocks_ref: Any, x_ref: Any, dy_ref: Any, s_ref: Any, t_ref: Any, dw_ref: Any
+        start_ref: Ref, blocks_ref: Ref, x_ref: Ref, dy_ref: Ref, s_ref: Ref, t_ref: Ref, dw_ref: Ref
     ) -> None:
         part = lax.axis_index("part")
 
-        def compute(cell: Array, allocations: Any, block: Any) -> None:
+        def compute(cell: Array, allocations: Any, block: Ref) -> None:
             group, rest = divided(cell, down * across)
             row, column = divided(rest, across)
             start, number = start_ref[group], blocks_ref[group]
 
-            def multiply(_: tuple, a: Any, b: Any, s: Any, t: Any, total: Array) -> Array:
+            def multiply(_: tuple, a: Ref, b: Ref, s: Ref, t: Ref, total: Array) -> Array:
                 of_rows, of_columns = s[0, pl.ds(part * HALF, HALF)], t[0]
                 mosaic.commit_smem()
                 by_row = lax.broadcast_in_dim(of_rows, (HALF, BLOCK), (0,))
@@ -133,7 +133,7 @@ def _codes(x: Array) -> mosaic.BlockSpec:
     return Operand((BLOCK, LINE), 1).spec(x.dtype)
 
 
-def _product(a: Any, b: Any, part: Array) -> Array:
+def _product(a: Ref, b: Any, part: Array) -> Array:
     """Codes of one block times codes of one block, for this warp group's rows of the cell: float32 [64, 128]."""
 
     def product(total: Any) -> Array:

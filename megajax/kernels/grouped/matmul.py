@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from megajax.config.class_references import resolve
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.attention.capability import Device
+from megajax.kernels.attention.capability import KernelDevice
 from megajax.kernels.grouped.capability import (
     CODES,
     CodesKernel,
@@ -26,7 +26,7 @@ from megajax.kernels.grouped.capability import (
     capable_grouped,
     choose_grouped,
 )
-from megajax.kernels.grouped.tiles import tiles
+from megajax.kernels.grouped.row_tiles import tiles
 
 REFERENCE_BLOCKS = (64, 128)
 """Minimum and maximum number of rows of a tile of the reference. CPUs give a row the same bits in products of 56 rows
@@ -47,8 +47,8 @@ class CodeProducts(NamedTuple):
     """The two functions of a kernel of codes in blocks with a scale each; neither is differentiable.
 
     Blocks lie along the dimension that is summed over. The kernel `codes` takes float8_e4m3fn or float8_e5m2 in blocks
-    of B = 128 numbers, of w in tiles of 128 x 128, with float32 scales. The kernel `scaled` takes what the tensor cores
-    do: the same formats in blocks of B = 32 with scales in e8m0, or float4_e2m1fn in blocks of 16 with scales in e4m3.
+    of B = 128 numbers, of w in tiles of 128 x 128, with float32 scales. `blackwell_block_scaled` takes what the tensor
+    cores do: the same formats in blocks of B = 32 with scales in e8m0, or float4_e2m1fn in blocks of 16 with e4m3.
     """
 
     rows: Callable[..., Array]
@@ -62,7 +62,7 @@ class CodeProducts(NamedTuple):
     @property
     def hardware(self) -> bool:
         """Whether scales are those of the tensor cores."""
-        return self.kernel == "scaled"
+        return self.kernel == "blackwell_block_scaled"
 
     @property
     def label(self) -> str:
@@ -76,7 +76,7 @@ class CodeProducts(NamedTuple):
 
 def code_products(capability: tuple[int, ...]) -> CodeProducts | None:
     """The kernel of codes for GPUs of this compute capability, () for other devices; None: there is none."""
-    device = Device(name="the device", capability=capability or None)
+    device = KernelDevice(name="the device", capability=capability or None)
     for kernel, backend in CODES.items():
         if backend.refusal(device=device) is None:
             functions = (resolve(f"megajax.kernels.grouped.{kernel}:{name}") for name in Products._fields)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
-from megajax.kernels.grouped.tiles import tiles
+from megajax.kernels.grouped.row_tiles import tiles
 
 PROGRAMS = 132
 """Number of multiprocessors of an H100 SXM and an H200. Any number gives correct results."""
@@ -30,7 +30,7 @@ FEW_ROWS = 1024
 """Average rows per group below which tiles have 64 rows."""
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Sizes of a cell of the result, multiples of 64, and of a step of its sum."""
 
     rows: int
@@ -42,9 +42,9 @@ class Blocks(NamedTuple):
     """Number of steps whose operands are in shared memory at once."""
 
 
-def blocks_for(outer: int, rows: int = 128) -> Blocks:
+def blocks_for(outer: int, rows: int = 128) -> BlockSizes:
     """256 columns, or 128 if fewer of them would then lie beyond the last column."""
-    return Blocks(rows, 256 if -(-outer // 256) * 2 <= -(-outer // 128) else 128)
+    return BlockSizes(rows, 256 if -(-outer // 256) * 2 <= -(-outer // 128) else 128)
 
 
 def tile_rows(count: int, groups: int) -> int:
@@ -59,24 +59,24 @@ class Operand(NamedTuple):
     along: int
     """The contracted dimension: step i takes block i along it."""
 
-    def spec(self, dtype: Any) -> mosaic.BlockSpec:
+    def spec(self, dtype: jnp.dtype) -> mosaic.BlockSpec:
         """The block specification for a pipeline."""
         index = (lambda i: (i, 0)) if self.along == 0 else (lambda i: (0, i))
         return mosaic.BlockSpec(self.block, index, transforms=swizzled(dtype))
 
 
-def swizzled(dtype: Any) -> tuple:
+def swizzled(dtype: jnp.dtype) -> tuple:
     """The layout of a block in shared memory, for copies and tensor cores, without bank conflicts."""
     tiling = mosaic.TilingTransform((ALIGN, line(dtype)))  # ty: ignore[abstract-class-instantiation] nothing calls it
     return tiling, mosaic.SwizzleTransform(LINE)  # ty: ignore[abstract-class-instantiation]
 
 
-def line(dtype: Any) -> int:
+def line(dtype: jnp.dtype) -> int:
     """Elements per row of a tile in shared memory."""
     return LINE // jnp.dtype(dtype).itemsize
 
 
-class Program(NamedTuple):
+class MatmulProgram(NamedTuple):
     """The common parts of both kernels."""
 
     inputs: tuple[mosaic.BlockSpec, ...]
@@ -84,7 +84,7 @@ class Program(NamedTuple):
     steps: int
     """Number of steps whose inputs are in shared memory at once."""
 
-    def pipeline(self, steps: Any, multiply: Callable, around: Callable) -> Callable:
+    def pipeline(self, steps: Array | int, multiply: Callable, around: Callable) -> Callable:
         """Calls multiply(index, *inputs, sum) -> sum in each step; around(run) calls run(sum) and stores the sum."""
         # No delayed release: the copies of the next cell would not wait for the last blocks of this one.
         return mosaic.emit_pipeline_warp_specialized(
@@ -139,7 +139,7 @@ def rows(
     *,
     transposed: bool = False,
     dtype: jnp.dtype | None = None,
-    blocks: Blocks | None = None,
+    blocks: BlockSizes | None = None,
     programs: int = PROGRAMS,
 ) -> Array:
     """Each row times the matrix of its group: see `Products.rows`."""
@@ -148,26 +148,26 @@ def rows(
     height, width, depth, _ = blocks
     half, tiled, across = width // 2, tiles(sizes, count, height, ALIGN), pl.cdiv(outer, width)
     matrix = Operand((width, depth), 1) if transposed else Operand((depth, width), 0)
-    program = Program((Operand((height, depth), 1).spec(x.dtype), matrix.spec(x.dtype)), blocks.steps)
+    program = MatmulProgram((Operand((height, depth), 1).spec(x.dtype), matrix.spec(x.dtype)), blocks.steps)
 
-    def grouped_rows(group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
+    def grouped_rows(group_ref: Ref, first_ref: Ref, end_ref: Ref, x_ref: Ref, w_ref: Ref, y_ref: Ref) -> None:
         part = lax.axis_index("part")
         part_columns = pl.ds(part * half, half)
 
-        def compute(cell: Array, allocations: Any, block: Any) -> None:
+        def compute(cell: Array, allocations: Any, block: Ref) -> None:
             # Columns first: the rows of a tile are read once, and the group's matrix stays in the L2 cache.
             tile, column = divided(cell, across)
             first, end = first_ref[tile], end_ref[tile]
             # The last tile may start earlier, so that no copy goes beyond the last row.
             start = pl.multiple_of(jnp.minimum(first // ALIGN * ALIGN, count - height), ALIGN)
 
-            def multiply(_: Any, a: Any, b: Any, total: Any) -> Any:
+            def multiply(_: tuple, a: Ref, b: Ref, total: Any) -> Any:
                 mosaic.wgmma(total, a, b.at[part_columns].transpose((1, 0)) if transposed else b.at[:, part_columns])
                 mosaic.wgmma_wait(0)
                 return total
 
             def around(run: Callable) -> None:
-                def product(total: Any) -> None:
+                def product(total: Ref) -> None:
                     run(total)
                     place = start, column * width + part * half
                     store(total[...], y_ref, place, block.at[part], (first - start, end - first))
@@ -190,7 +190,7 @@ def rows(
     return program.launched(grouped_rows, out, programs)(tiled.group, tiled.first, tiled.end, x, w)
 
 
-def store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, Array] | None) -> None:
+def store(value: Array, ref: Ref, place: tuple, block: Any, span: tuple[Array, Array] | None) -> None:
     """Writes a cell of results to ref at `place`, through a block in shared memory with some of its columns.
 
     span: the first row to write and the number of rows; None: all rows. Copies have static sizes, so the rows are
@@ -216,31 +216,31 @@ def store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, A
 
 
 def matrices(
-    x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype, blocks: Blocks | None = None, programs: int = PROGRAMS
+    x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype, blocks: BlockSizes | None = None, programs: int = PROGRAMS
 ) -> Array:
     """The sum over each group's rows of x^T dy: see `Products.matrices`."""
     (count, inner), outer, groups = x.shape, dy.shape[1], sizes.shape[0]
     blocks = blocks or blocks_for(outer)
     height, width, depth, _ = blocks
     half, down, across = width // 2, pl.cdiv(inner, height), pl.cdiv(outer, width)
-    program = Program(tuple(Operand((depth, side), 0).spec(x.dtype) for side in (height, width)), blocks.steps)
+    program = MatmulProgram(tuple(Operand((depth, side), 0).spec(x.dtype) for side in (height, width)), blocks.steps)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     starts = ends - sizes
     origins = starts // ALIGN * ALIGN
     steps = jnp.where(sizes > 0, -(-(ends - origins) // depth), 0)
 
     def grouped_matrices(
-        start_ref: Any, end_ref: Any, origin_ref: Any, steps_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any
+        start_ref: Ref, end_ref: Ref, origin_ref: Ref, steps_ref: Ref, x_ref: Ref, dy_ref: Ref, dw_ref: Ref
     ) -> None:
         part = lax.axis_index("part")
         part_columns = pl.ds(part * half, half)
 
-        def compute(cell: Array, allocations: Any, block: Any, cleared: Any) -> None:
+        def compute(cell: Array, allocations: Any, block: Ref, cleared: Any) -> None:
             group, (line, column) = (rest := divided(cell, down * across))[0], divided(rest[1], across)
             start, end, last = start_ref[group], end_ref[group], steps_ref[group] - 1
             origin = pl.multiple_of(origin_ref[group], ALIGN)
 
-            def multiply(index: tuple, a: Any, b: Any, total: Any) -> Any:
+            def multiply(index: tuple, a: Any, b: Ref, total: Any) -> Any:
                 b = b.at[:, part_columns]
 
                 @pl.when((index[0] == 0) | (index[0] == last))
@@ -257,7 +257,7 @@ def matrices(
                 return total
 
             def around(run: Callable) -> None:
-                def product(total: Any) -> None:
+                def product(total: Ref) -> None:
                     run(total)
                     place = line * height, column * width + part * half
                     store(total[...], dw_ref.at[group], place, block.at[part], None)
@@ -280,7 +280,7 @@ def matrices(
     return program.launched(grouped_matrices, out, programs)(starts, ends, origins, steps, x, dy)
 
 
-def _clear_others(ref: Any, row: Array, start: Array, end: Array) -> None:
+def _clear_others(ref: Ref, row: Array, start: Array, end: Array) -> None:
     """Sets rows outside [start, end) of a block in shared memory to 0; `row` is its first. 0 times NaN would be NaN."""
     value = ref[...]
     index = mosaic.layout_cast(lax.broadcasted_iota(jnp.int32, ref.shape, 0), mosaic.Layout.WGMMA) + row

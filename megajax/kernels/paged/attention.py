@@ -9,7 +9,6 @@ P blocks of the pool, M blocks of a row's table.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -69,7 +68,7 @@ def _in_tiles(queries: PagedQueries, pools: Pools, tile: int, fence: Fence) -> A
         return Tile(k, _zero_unseen(v, queries, at), _visible(queries, at), _bias(queries, at, groups))
 
     bounds = queries.first(_lowest(positions).min()) // step, (positions.max() + step) // step
-    settings: Any = {"scale": queries.scale, "cap": queries.cap, "sink": queries.sink, "fence": fence}
+    settings = {"scale": queries.scale, "cap": queries.cap, "sink": queries.sink, "fence": fence}
     return attend_tiles(q, tile_at, bounds, groups, pools.value_size, **settings)[0]
 
 

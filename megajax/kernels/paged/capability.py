@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.kernels.attention.capability import AMPERE, Choice, Device, DeviceRange, Support, pick
+from megajax.kernels.attention.capability import AMPERE, DeviceRange, KernelChoice, KernelDevice, Support, pick
 
 type PagedKernel = Literal["auto", "triton", "tiled", "fixed", "reference"]
 
@@ -47,7 +47,7 @@ class PagedBackend(Support):
     """None: any."""
     bias: bool = False
 
-    def refusal(self, request: PagedRequest, device: Device | None = None) -> str | None:
+    def refusal(self, request: PagedRequest, device: KernelDevice | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
         if reason := self.base_refusal(request.dtype, device):
             return reason
@@ -55,7 +55,7 @@ class PagedBackend(Support):
             return "has no bias of scores"
         return self._stored_refusal(request, device) or self._head_refusal(request)
 
-    def _stored_refusal(self, request: PagedRequest, device: Device | None) -> str | None:
+    def _stored_refusal(self, request: PagedRequest, device: KernelDevice | None) -> str | None:
         stored = request.stored
         if stored is None or self.stored is None or stored in (self.dtypes or ()):
             return None
@@ -93,8 +93,8 @@ PAGED_BACKENDS: Mapping[PagedKernel, PagedBackend] = MappingProxyType(
 
 
 def choose_paged(
-    kernel: PagedKernel, requests: Sequence[PagedRequest], device: Device | None, setting: str = "kernel"
-) -> Choice[PagedKernel]:
+    kernel: PagedKernel, requests: Sequence[PagedRequest], device: KernelDevice | None, setting: str = "kernel"
+) -> KernelChoice[PagedKernel]:
     """One kernel for all these layers on this device: the named one, or for `auto` the fastest that supports them.
 
     Raises UserError if the named kernel does not support one of them. setting: its name in messages.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -30,7 +30,7 @@ LARGEST_8_BIT_POOL = 2**31
 """Number of elements up to which offsets fit into int32; Pallas lowers offsets to int64 from 4 GiB on."""
 
 
-class _Sizes(NamedTuple):
+class _KernelSizes(NamedTuple):
     """The static arguments of both kernels."""
 
     width: int
@@ -67,7 +67,7 @@ class _Sizes(NamedTuple):
         return triton.CompilerParams(num_warps=4 if self.queries * self.value_tiles[0][1] <= 4096 else 8, num_stages=2)
 
 
-def _sizes(queries: PagedQueries, pools: Pools) -> _Sizes:
+def _sizes(queries: PagedQueries, pools: Pools) -> _KernelSizes:
     q, table = queries.q, queries.table
     (_, width, heads, size), (_, block, groups, _) = q.shape, pools.keys.shape
     share, value_tiles = heads // groups, head_tiles(pools.value_size)
@@ -81,7 +81,7 @@ def _sizes(queries: PagedQueries, pools: Pools) -> _Sizes:
     tile = min(next_power(width * share), 64 if largest <= 128 else 16)
     keys = 64 if largest <= 128 else 32
     splits, limits = pl.cdiv(length, split), (queries.scale, queries.window, queries.cap, queries.chunk)
-    return _Sizes(width, heads, share, key_tiles, value_tiles, tile, keys, split, splits, *limits)
+    return _KernelSizes(width, heads, share, key_tiles, value_tiles, tile, keys, split, splits, *limits)
 
 
 class _Queries(NamedTuple):
@@ -104,7 +104,7 @@ class _Queries(NamedTuple):
     """Last position that any of them sees; -1 for none."""
 
     @classmethod
-    def of_program(cls, positions: Any, sizes: _Sizes) -> "_Queries":
+    def of_program(cls, positions: Ref, sizes: _KernelSizes) -> "_Queries":
         """positions: ref int32 [R, W]."""
         group, tile = lax.div(pl.program_id(0), _int(sizes.tiles)), lax.rem(pl.program_id(0), _int(sizes.tiles))
         row, used = pl.program_id(2), sizes.width * sizes.share
@@ -118,11 +118,11 @@ class _Queries(NamedTuple):
         index = jnp.where(place < used, inside, sizes.width * sizes.heads)
         return cls(row, group, index, inside, head, position, first, jnp.max(position))
 
-    def filled(self, sizes: _Sizes) -> Array:
+    def filled(self, sizes: _KernelSizes) -> Array:
         """bool [queries]: whether there is a query."""
         return self.index < sizes.width * sizes.heads
 
-    def splits(self, sizes: _Sizes) -> tuple[Array, Array]:
+    def splits(self, sizes: _KernelSizes) -> tuple[Array, Array]:
         """The first split with a key that any of the queries sees, and the one after the last such split."""
         return lax.div(self.first, _int(sizes.split)), lax.div(self.last + sizes.split, _int(sizes.split))
 
@@ -138,12 +138,12 @@ class _Sums(NamedTuple):
     """Values times weights, by tiles of a value head."""
 
     @classmethod
-    def empty(cls, sizes: _Sizes) -> "_Sums":
+    def empty(cls, sizes: _KernelSizes) -> "_Sums":
         mixed = tuple(jnp.zeros((sizes.queries, tile), jnp.float32) for _, tile in sizes.value_tiles)
         return cls(jnp.full(sizes.queries, -jnp.inf, jnp.float32), jnp.zeros(sizes.queries, jnp.float32), mixed)
 
     @classmethod
-    def with_sink(cls, sink: Any, queries: _Queries, sizes: _Sizes) -> "_Sums":
+    def with_sink(cls, sink: Ref, queries: _Queries, sizes: _KernelSizes) -> "_Sums":
         """sink: ref float32 [N], one score per head without a value; None: empty sums."""
         nothing = cls.empty(sizes)
         if sink is None:
@@ -159,7 +159,7 @@ class _Sums(NamedTuple):
         mixed = tuple(x * scale[:, None] + y * other_scale[:, None] for x, y in pairs)
         return _Sums(highest, self.total * scale + other.total * other_scale, mixed)
 
-    def store(self, out: Any, queries: _Queries, sizes: _Sizes) -> None:
+    def store(self, out: Ref, queries: _Queries, sizes: _KernelSizes) -> None:
         """Stores the weighted mean of values in out, a ref [R, W * N, U]; 0 without keys."""
         divisor = jnp.where(self.total > 0, self.total, 1.0)[:, None]
         _store_tiles(out, (queries.row,), queries, tuple(x / divisor for x in self.mixed), sizes)
@@ -170,18 +170,20 @@ def _int(number: int) -> Array:
     return jnp.int32(number)
 
 
-def _range(size: int, first: Any = 0) -> Array:
+def _range(size: int, first: Array | int = 0) -> Array:
     return first + jnp.arange(size, dtype=jnp.int32)
 
 
-def _store_tiles(out: Any, at: tuple, queries: _Queries, values: tuple[Array, ...], sizes: _Sizes) -> None:
+def _store_tiles(out: Ref, at: tuple, queries: _Queries, values: tuple[Array, ...], sizes: _KernelSizes) -> None:
     for (first, tile), value in zip(sizes.value_tiles, values, strict=True):
         place = out.at[(*at, queries.index[:, None], _range(tile, first)[None])]
         mask = jnp.broadcast_to(queries.filled(sizes)[:, None], value.shape)
         triton.store(place, value.astype(out.dtype), mask=mask)
 
 
-def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, queries: _Queries, sizes: _Sizes) -> _Sums:
+def _sums_of_split(
+    number: Array, q: list[Array], pools: Pools, table: Ref, queries: _Queries, sizes: _KernelSizes
+) -> _Sums:
     """The sums over the keys of one split. q: the tiles of the queries' heads, each [queries, tile]."""
     block, most = pools.keys.shape[1], table.shape[1]
     start = jnp.maximum(number * sizes.split, queries.first)
@@ -227,7 +229,7 @@ def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, quer
 
 
 def _attention_kernel(
-    q_ref: Any, pools: Pools, table: Any, positions: Any, sink: Any, *outputs: Any, sizes: _Sizes
+    q_ref: Ref, pools: Pools, table: Ref, positions: Ref, sink: Ref, *outputs: Ref, sizes: _KernelSizes
 ) -> None:
     """Computes a tile of queries. outputs: refs of `_Sums`, each [R, S, W * N, ...], or of the result [R, W * N, U]."""
     queries = _Queries.of_program(positions, sizes)
@@ -253,7 +255,7 @@ def _attention_kernel(
         triton.store(total.at[(*at, queries.index)], sums.total, mask=queries.filled(sizes))
 
 
-def _merge_kernel(sums_ref: Any, positions: Any, sink: Any, out: Any, *, sizes: _Sizes) -> None:
+def _merge_kernel(sums_ref: Ref, positions: Ref, sink: Ref, out: Ref, *, sizes: _KernelSizes) -> None:
     """Merges the splits of one tile of queries in order. sums_ref: refs of `_Sums` that `_attention_kernel` wrote."""
     highest_ref, total_ref, mixed_ref = sums_ref
     queries = _Queries.of_program(positions, sizes)

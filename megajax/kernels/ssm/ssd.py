@@ -11,7 +11,7 @@ A document's results do not depend on other documents, to the last bit (see `chu
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +161,7 @@ def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
     return y.astype(dtype).reshape(rows, length, heads, size), last.reshape(rows, heads, size, states)
 
 
-def _pair_weights(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array) -> Array:
+def _pair_weights(dtype: jnp.dtype, sums: Sums, shared: Array, pairs: Array, dt: Array) -> Array:
     """Weights of the inputs of positions j in the outputs of i, [B, M, G, N / G, L, L]; recomputed, not saved."""
     return (jnp.where(pairs, jnp.exp(sums.between()) * shared, 0) * dt[..., None, :]).astype(dtype)
 

@@ -17,7 +17,7 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, StepRows, rows_of, write
 from megajax.layers.position.module import bias_of
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 from megajax.precision.quantization import rounded
 
 

@@ -2,15 +2,24 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from megajax.config.bounds import BelowOne, Bounds, Positive, Size
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of, either
-from megajax.kernels.attention.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
+from megajax.kernels.attention.capability import (
+    BACKENDS,
+    Kernel,
+    KernelChoice,
+    KernelDevice,
+    KernelRequest,
+    choose,
+    exchange_sizes,
+)
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
-from megajax.layers.checks import above_zero, below_one, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight, prefixed
+from megajax.layers.checks import HeadGroups, HeadSharded
+from megajax.layers.facts import Elements, KernelWork, Matmul, Weight, prefixed
 from megajax.layers.multiply_adds import MultiplyAdds, VisibleKeys
 from megajax.layers.norm.config import NormConfig
 from megajax.layers.position.config import (
@@ -26,11 +35,12 @@ from megajax.layers.recompute import Part
 PER_HEAD = ("heads", "head_dim")
 PER_GROUP = ("kv_heads", "head_dim")
 
+type Window = Annotated[int, Bounds(at_least=0, hint="none attends to all previous tokens")]
 
-class MultiHeadConfig(LayerFacts):
+
+class MultiHeadConfig(HeadSharded):
     """Base of attention configs: heads that `tensor` shards, and a kernel."""
 
-    __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     """Fields of the subclass, which is always a dataclass."""
     heads: int
@@ -51,7 +61,7 @@ class MultiHeadConfig(LayerFacts):
         """Size of a value head."""
         return self.size(hidden)
 
-    def request(self, request: Request) -> Request:
+    def request(self, request: KernelRequest) -> KernelRequest:
         """The request to an attention backend, with the settings of this layer."""
         raise NotImplementedError
 
@@ -59,13 +69,9 @@ class MultiHeadConfig(LayerFacts):
         """Supports context parallelism."""
         return True
 
-    def core_problems(self) -> list[Problem]:
-        """Problems of the settings that all attention layers share."""
-        problems = below_one(dropout=self.dropout)
-        if self.window is not None and self.window < 0:
-            message = f"must be at least 0, got {self.window}"
-            problems.append(Problem("window", message, "none attends to all previous tokens"))
-        request = self.request(Request())
+    def problems(self) -> list[Problem]:
+        """The groups must divide the heads, and a kernel chosen by name must be able."""
+        problems, request = super().problems(), self.request(KernelRequest())
         refusal = None if self.kernel == "auto" else BACKENDS[self.kernel].refusal(request)
         if self.kernel != "auto" and refusal is not None:
             able = choose("auto", request, None).kernel
@@ -80,8 +86,8 @@ class MultiHeadConfig(LayerFacts):
         return [Problem("window", message, f"use at most {length - 1}, or none")]
 
     def kernel_choice(
-        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
-    ) -> Choice[Kernel]:
+        self, hidden: int, request: KernelRequest, device: KernelDevice | None, setting: str = "kernel"
+    ) -> KernelChoice[Kernel]:
         """The attention backend, and why not a faster one. device: None for any NVIDIA GPU.
 
         Raises UserError if a backend chosen by name is not available; `setting` names it.
@@ -111,13 +117,14 @@ class MultiHeadConfig(LayerFacts):
         keys = Elements(sharded=self.heads * size, grouped=self.groups() * (size + values), groups=self.groups())
         return {"query_key_value": keys, "core_attention": Elements(sharded=self.heads * values)}
 
-    def tensor_sizes(self) -> list[int]:
-        """Legal sizes of `tensor`."""
-        return head_devices(self.heads, self.groups())
+    def head_groups(self, hidden: int = 0) -> HeadGroups:
+        """The query heads and the key-value heads."""
+        size = self.size(hidden) if hidden else 0
+        return HeadGroups(self.heads, size, self.groups(), size, "kv_heads")
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """`tensor` must divide heads, and must divide key-value heads or be a multiple of them."""
-        problems = list(head_problems(self.heads, self.groups(), sizes["tensor"], "kv_heads"))
+        problems = list(super().mesh_problems(sizes))
         if not problems and sizes.get("context", 1) > 1:
             problems += self.context_problems(sizes)
         yield from problems
@@ -145,11 +152,6 @@ class MultiHeadConfig(LayerFacts):
             )
         yield Problem("heads", f"{message} (parallel.context_strategy)", hint)
 
-    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """The query heads and key-value heads of a device."""
-        size = self.size(hidden)
-        return head_sides((self.heads, size), (self.groups(), size), tensor, "kv_heads")
-
     def summary(self, hidden: int) -> str:
         """Numbers and size of heads."""
         groups = f", {self.groups()} key-value heads" if self.groups() != self.heads else ""
@@ -163,7 +165,7 @@ def gathering_problems(setting: str, reason: str, sizes: Mapping[str, int]) -> I
         yield Problem(setting, message, "set parallel.context_strategy=all_gather")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MultiHeadConfig):
     """Grouped-query self-attention.
 
@@ -171,11 +173,11 @@ class AttentionConfig(MultiHeadConfig):
     """
 
     target: ClassVar[str] = "megajax.layers.attention.module:Attention"
-    heads: int
+    heads: Size
     """Query heads."""
-    kv_heads: int | None = None
+    kv_heads: Size | None = None
     """Key and value heads, each shared by heads / kv_heads query heads; none: as many as heads."""
-    head_dim: int | None = None
+    head_dim: Size | None = None
     """Size of one head; none: hidden size / heads."""
     bias: bool = False
     """Biases on query, key, value and output."""
@@ -187,7 +189,7 @@ class AttentionConfig(MultiHeadConfig):
     """Dimensions of the mean in qk_norm: one head, or all heads of a position, as in InternViT and OLMo 2."""
     qk_norm_after_rope: bool = False
     """Normalise queries and keys after their rotation, as in HunYuan."""
-    qkv_clip: float | None = None
+    qkv_clip: Positive | None = None
     """Queries, keys and values are clipped to [-qkv_clip, qkv_clip] before their rotation, as in OLMo; none: no
     clipping."""
     rope: RopeConfig | InterleavedRopeConfig | AxialRopeConfig | None = None
@@ -196,9 +198,9 @@ class AttentionConfig(MultiHeadConfig):
     """Bias on scores by distance, learned or fixed; none: no bias."""
     causal: bool = True
     """Causal mask: queries do not attend to later tokens; false in encoders."""
-    window: int | None = None
+    window: Window | None = None
     """Number of previous tokens that a query attends to, besides its own; none: all."""
-    chunk: int | None = None
+    chunk: Size | None = None
     """Positions per chunk: a query attends to keys of its own chunk only (Llama 4); none: no chunks."""
     temperature: TemperatureConfig | None = None
     """Factor on queries by their position, after rotary positions; none: no factor."""
@@ -206,48 +208,36 @@ class AttentionConfig(MultiHeadConfig):
     """Extra score in the softmax without a value: 0 (softmax off by one), or learned per head."""
     gate: bool = False
     """Multiply the output of the kernel by the sigmoid of a projection of the input, before the output matrix."""
-    scale: float | None = None
+    scale: Positive | None = None
     """Factor on scores; none: 1 / sqrt(head size). The softmax is always in float32."""
-    score_cap: float | None = None
+    score_cap: Positive | None = None
     """Soft cap: scores become cap * tanh(score / cap), before the mask (Gemma 2); none: no cap."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of attention weights."""
     kernel: Kernel = "auto"
     """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error.
     fixed: tiles of keys in one order, which engines with inference.equal_to_training have as well."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        problems += above_zero(scale=self.scale, score_cap=self.score_cap, chunk=self.chunk, qkv_clip=self.qkv_clip)
+        problems = super().problems()
         if self.qk_norm_after_rope and self.qk_norm is None:
             hint = "set qk_norm, or this to false"
             problems.append(Problem("qk_norm_after_rope", "needs qk_norm, which is none", hint))
-        groups = self.groups()
-        if not problems and self.heads % groups:
-            legal = divisors_of(self.heads)
-            problems.append(
-                Problem(
-                    "kv_heads",
-                    f"heads={self.heads} is not a multiple of kv_heads={groups}",
-                    f"kv_heads can be {', '.join(map(str, legal))}",
-                )
-            )
-        if not self.causal and self.window is not None:
-            problems.append(Problem("window", "needs causal attention, but causal=false", "set it to none"))
-        if self.chunk is not None and not self.causal:
-            problems.append(Problem("chunk", "needs causal attention, but causal=false", "set it to none"))
+        for name in ("window", "chunk"):
+            if not self.causal and getattr(self, name) is not None:
+                problems.append(Problem(name, "needs causal attention, but causal=false", "set it to none"))
         if self.chunk is not None and self.window is not None:
             problems.append(
                 Problem("chunk", f"needs layers without a window, and window={self.window}", "set one of them to none")
             )
         if not self.causal and self.relative is not None and not self.relative.both_ways:
             problems.append(Problem("relative.both_ways", "is needed where tokens see later ones", "set it to true"))
-        return problems + self.core_problems()
+        return problems
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
         """Problems on rows of `length` tokens and width `hidden`."""
         problems = self.window_problems(length)
-        if self.head_dim is None and self.heads > 0 and hidden > 0 and hidden % self.heads:
+        if self.head_dim is None and hidden % self.heads:
             divisors = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
             problems.append(
                 Problem(
@@ -256,13 +246,13 @@ class AttentionConfig(MultiHeadConfig):
                     f"divisors near {self.heads}: {', '.join(map(str, sorted(divisors[:3])))}",
                 )
             )
-        elif self.rope is not None and self.heads > 0:
+        elif self.rope is not None:
             problems += self.rope.head_problems(self.size(hidden))
         return problems
 
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Problems with context parallelism."""
-        yield from MultiHeadConfig.context_problems(self, sizes)
+        yield from super().context_problems(sizes)
         if self.relative is not None:
             yield from gathering_problems("relative", "biases need the keys of whole rows", sizes)
 
@@ -288,19 +278,19 @@ class AttentionConfig(MultiHeadConfig):
 
     def tensor_sizes(self) -> list[int]:
         """Legal sizes of `tensor`: with a norm over all key heads, no device holds a copy of one."""
-        sizes = MultiHeadConfig.tensor_sizes(self)
+        sizes = super().tensor_sizes()
         whole = self.qk_norm is not None and self.qk_norm_over == "heads"
         return [size for size in sizes if size <= self.groups()] if whole else sizes
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Those of the heads; a norm over all key heads needs as many of them as devices."""
-        yield from MultiHeadConfig.mesh_problems(self, sizes)
+        yield from super().mesh_problems(sizes)
         tensor = sizes["tensor"]
-        if tensor in MultiHeadConfig.tensor_sizes(self) and tensor not in self.tensor_sizes():
+        if tensor in super().tensor_sizes() and tensor not in self.tensor_sizes():
             message = f"heads: parallel.tensor={tensor} is more than kv_heads={self.groups()}, which would be copied"
             yield Problem("qk_norm_over", message)
 
-    def request(self, request: Request) -> Request:
+    def request(self, request: KernelRequest) -> KernelRequest:
         """The request to an attention backend, with the settings of this layer."""
         size = self.head_dim if request.key_dim is None else request.key_dim
         return replace(
@@ -360,7 +350,7 @@ class AttentionConfig(MultiHeadConfig):
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Multiply-adds of the matmuls, and of scores and values."""
         visible = VisibleKeys(self.causal, self.window, self.chunk)
-        return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=self.per_pair(hidden), visible=visible)
+        return super().multiply_adds(hidden)._replace(per_pair=self.per_pair(hidden), visible=visible)
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """Queries, keys, values and the output; the report ignores gates."""
@@ -369,12 +359,11 @@ class AttentionConfig(MultiHeadConfig):
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs and outputs of the kernel, and the gate."""
-        # `super()` without arguments does not find the class that slots=True makes.
-        kernel = MultiHeadConfig.tensors(self, hidden)
+        kernel = super().tensors(hidden)
         return {**kernel, "gate": Elements(sharded=self.heads * self.size(hidden))} if self.gate else kernel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CrossAttentionConfig(AttentionConfig):
     """Attention with keys and values from the output of the preceding section.
 
@@ -386,7 +375,7 @@ class CrossAttentionConfig(AttentionConfig):
     """Positions of two sequences have no order."""
 
     def problems(self) -> list[Problem]:
-        problems = AttentionConfig.problems(self)
+        problems = super().problems()
         for name in ("rope", "relative", "window", "chunk", "temperature", "causal"):
             if getattr(self, name):
                 problems.append(Problem(name, "applies to distances within one sequence", "leave it out"))
@@ -394,12 +383,12 @@ class CrossAttentionConfig(AttentionConfig):
 
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Problems with context parallelism: keys and queries differ in length."""
-        yield from AttentionConfig.context_problems(self, sizes)
+        yield from super().context_problems(sizes)
         yield from gathering_problems("kernel", "cross-attention needs the keys of whole rows", sizes)
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """Keys and values of the preceding section, and its length."""
-        keyed = AttentionConfig.cache_leaves(self, hidden, tensor)
+        keyed = super().cache_leaves(hidden, tensor)
         length = CacheLeaf("length", (), (), per="row", dtype="int32")
         return (*(replace(leaf, per="memory") for leaf in keyed), length)
 
@@ -408,13 +397,13 @@ class CrossAttentionConfig(AttentionConfig):
         del hidden, tensor
         return ()
 
-    def request(self, request: Request) -> Request:
+    def request(self, request: KernelRequest) -> KernelRequest:
         """The request to an attention backend."""
-        return replace(AttentionConfig.request(self, request), key_length=request.key_length, cross=True)
+        return replace(super().request(request), key_length=request.key_length, cross=True)
 
     def matmuls_reading(self, hidden: int, memory_ratio: float) -> tuple[Matmul, ...]:
         """Queries, keys and values, the output. memory_ratio: keys for each query."""
-        joined, output = AttentionConfig.matmuls(self, hidden)
+        joined, output = super().matmuls(hidden)
         queries, keys = replace(joined.outputs, grouped=0), replace(joined.outputs, sharded=0)
         weights = joined.weights - 2
         return (
@@ -425,6 +414,6 @@ class CrossAttentionConfig(AttentionConfig):
 
     def tensors_reading(self, hidden: int, memory_ratio: float) -> Mapping[Part, Elements]:
         """Inputs and outputs of the kernel per query."""
-        tensors = AttentionConfig.tensors(self, hidden)
+        tensors = super().tensors(hidden)
         kernel = tensors["query_key_value"]
         return {**tensors, "query_key_value": replace(kernel, grouped=round(memory_ratio * kernel.grouped))}

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.kernels.attention.attention import AttentionDropout, Mask, attend, local_device
-from megajax.kernels.attention.capability import Kernel, Request, choose
+from megajax.kernels.attention.capability import Kernel, KernelRequest, choose
 from megajax.kernels.context.gathered import whole_keys
 from megajax.kernels.context.strategy import over_context
 from megajax.layers.attention.config import AttentionConfig
@@ -33,7 +33,7 @@ class ScoreBounds(Latest):
         return (bound,)
 
 
-def choose_kernel(cfg: SelfAttentionConfig, request: Request) -> Kernel:
+def choose_kernel(cfg: SelfAttentionConfig, request: KernelRequest) -> Kernel:
     """The attention backend. `auto`: the fastest that the first JAX device supports. request: facts of the arrays.
 
     A backend chosen by name is not checked against that device: programs are also compiled for virtual devices.
@@ -46,7 +46,8 @@ class CoreAttention(nnx.Module):
 
     def __init__(self, cfg: SelfAttentionConfig, settings: LayerSettings, *, scale: float):
         self.cfg, self.layout, self.scale = cfg, settings.layout, scale
-        self.chunk = cfg.chunk if isinstance(cfg, AttentionConfig) else None
+        plain = cfg if isinstance(cfg, AttentionConfig) else None  # a latent one has none of these settings
+        self.chunk = None if plain is None else plain.chunk
         # The padding after a text is a document of its own if chunks are.
         self.padded = settings.padded and self.chunk is None
         if cfg.sink == "learned":
@@ -54,9 +55,8 @@ class CoreAttention(nnx.Module):
         if settings.layout.observes_scores:
             declared = Observed(shape=(cfg.heads,), axes=("heads",), reduction="max", updater=ScoreBounds())
             self.scores = observation(declared)
-        relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
-        self.causal = cfg.causal if isinstance(cfg, AttentionConfig) else True
-        self.bias, self.cap = relative, cfg.score_cap if isinstance(cfg, AttentionConfig) else None
+        relative, self.causal = (None, True) if plain is None else (plain.relative, plain.causal)
+        self.bias, self.cap = relative, None if plain is None else plain.score_cap
         self.relative = None if relative is None or relative.shared else relative.build(settings, heads=cfg.heads)
 
     def __call__(
@@ -79,7 +79,7 @@ class CoreAttention(nnx.Module):
         isolated = ctx.segments is not None and key_segments is not None
         head_axes, sequence_sharding = self.layout.free_axes("heads"), self.layout.sequence_sharding()
         parts = self.layout.manual_devices("seq")
-        request = Request(
+        request = KernelRequest(
             dtype=jnp.dtype(q.dtype).name,
             key_dim=q.shape[-1],
             length=q.shape[1] * parts,

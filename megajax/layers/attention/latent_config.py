@@ -4,20 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+from megajax.config.bounds import BelowOne, Positive, Size
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import Kernel, Request
+from megajax.kernels.attention.capability import Kernel, KernelRequest
 from megajax.kernels.paged.capability import PagedRequest
-from megajax.layers.attention.config import PER_HEAD, AttentionConfig, MultiHeadConfig
+from megajax.layers.attention.config import PER_HEAD, AttentionConfig, MultiHeadConfig, Window
 from megajax.layers.cache_spec import CacheLeaf
-from megajax.layers.checks import above_zero
-from megajax.layers.facts import Elements, LayerFacts, Matmul, Weight, prefixed
+from megajax.layers.facts import Elements, Matmul, Weight, prefixed
 from megajax.layers.multiply_adds import MultiplyAdds, VisibleKeys
 from megajax.layers.norm.config import NormConfig, RMSNormConfig
 from megajax.layers.position.config import RelativeBiasConfig, RopeConfig
 from megajax.layers.recompute import Part
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig(MultiHeadConfig):
     """Multi-head latent attention: queries, keys and values from narrow latents (DeepSeek-AI 2024, section 2.1).
 
@@ -26,17 +26,17 @@ class LatentAttentionConfig(MultiHeadConfig):
 
     target: ClassVar[str] = "megajax.layers.attention.latent:LatentAttention"
     relative: ClassVar[RelativeBiasConfig | None] = None
-    heads: int
+    heads: Size
     """Heads of queries, keys and values."""
-    query_rank: int | None = None
+    query_rank: Size | None = None
     """Width of the latent of queries; none: queries are projected from the input."""
-    key_value_rank: int = 512
+    key_value_rank: Size = 512
     """Width of the latent of keys and values."""
-    content_dim: int = 128
+    content_dim: Size = 128
     """Size of the part of a query or key head without positions."""
-    position_dim: int = 64
+    position_dim: Size = 64
     """Size of the part with rotary positions; keys share one for all heads."""
-    value_dim: int = 128
+    value_dim: Size = 128
     """Size of a value head."""
     bias: bool = False
     """Bias on the output."""
@@ -46,24 +46,17 @@ class LatentAttentionConfig(MultiHeadConfig):
     """Normalisation of the latents; none: no normalisation."""
     rope: RopeConfig | None = field(default_factory=lambda: RopeConfig(interleaved=True))
     """Rotation of the position parts; none: they are not rotated, and keys share them all the same."""
-    window: int | None = None
+    window: Window | None = None
     """Number of previous tokens that a query attends to, besides its own; none: all."""
     sink: Literal["none", "zero", "learned"] = "none"
     """Extra score in the softmax without a value: 0 (softmax off by one), or learned per head."""
-    scale: float | None = None
+    scale: Positive | None = None
     """Factor on scores; none: 1 / sqrt(head size), times YaRN's mscale_all squared."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of attention weights."""
     kernel: Kernel = "auto"
     """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask, fixed or reference: that one or an
     error."""
-
-    def problems(self) -> list[Problem]:
-        sizes = {
-            name: getattr(self, name)
-            for name in ("heads", "query_rank", "key_value_rank", "content_dim", "position_dim", "value_dim", "scale")
-        }
-        return above_zero(**sizes) + self.core_problems()
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
         """Problems on rows of `length` tokens and width `hidden`."""
@@ -80,7 +73,7 @@ class LatentAttentionConfig(MultiHeadConfig):
         del hidden
         return self.content_dim + self.position_dim
 
-    def request(self, request: Request) -> Request:
+    def request(self, request: KernelRequest) -> KernelRequest:
         """The request to an attention backend, with the settings of this layer."""
         return replace(
             request,
@@ -162,7 +155,7 @@ class LatentAttentionConfig(MultiHeadConfig):
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Matrices, scores and values. Training does not absorb the matrices of keys and values into the others."""
         visible = VisibleKeys(causal=True, window=self.window)
-        return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=self.per_pair(hidden), visible=visible)
+        return super().multiply_adds(hidden)._replace(per_pair=self.per_pair(hidden), visible=visible)
 
     def megatron_surplus(self, hidden: int) -> int:
         """One gain per element of latents."""
@@ -179,7 +172,7 @@ class LatentAttentionConfig(MultiHeadConfig):
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs and outputs of the kernel, and the latents."""
         latents = self.key_value_rank + (self.query_rank or 0)
-        return {**MultiHeadConfig.tensors(self, hidden), "latent": Elements(replicated=latents)}
+        return {**super().tensors(hidden), "latent": Elements(replicated=latents)}
 
 
 type SelfAttentionConfig = AttentionConfig | LatentAttentionConfig

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from megajax.config.bounds import BelowOne
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import FUSED, Request
+from megajax.kernels.attention.capability import FUSED, KernelRequest
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
-from megajax.layers.checks import below_one, missing_members
+from megajax.layers.checks import missing_members
 from megajax.layers.delta.config import GatedDeltaNetConfig, KimiDeltaConfig
 from megajax.layers.facts import (
     NO_ELEMENTS,
@@ -54,7 +55,7 @@ KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
 """Inputs and outputs of a kernel between matmuls."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockConfig(Builds):
     """Residual block: x + mixer(norm(x)), x + cross(norm(x)), x + mlp(norm(x)), without those that are none.
 
@@ -77,7 +78,7 @@ class BlockConfig(Builds):
     sandwich: x + output_norm(f(norm(x))), as Gemma 2; parallel: x + mixer(norm(x)) + mlp(norm(x)) with one norm, as
     Cohere's models; parallel_norms: the same with a norm for each, as GPT-NeoX; input: norm(x) + f(norm(x)), as
     MiniMax."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of the output of each sub-layer."""
     layer_scale: LayerScaleConfig | FixedScaleConfig | None = None
     """Factors on each sub-layer's output, learned for each channel or fixed; none: no scaling."""
@@ -87,7 +88,7 @@ class BlockConfig(Builds):
     """Adds the layer's own states of images to the output, at their positions (DeepStack, Meng et al. 2024)."""
 
     def problems(self) -> list[Problem]:
-        problems = below_one(dropout=self.dropout)
+        problems = []
         if self.mixer is None and self.mlp is None:
             problems.append(Problem("mixer", "is none, and mlp is none", "a block needs one of them"))
         if self.sum_weights is not None and self.norm_placement not in ("input", "pre"):
@@ -271,7 +272,7 @@ def mixer_facts(
     mixer: Mixer, tensors: Mapping[Part, Elements], hidden: int, length: int, dtype: str, memory_ratio: float = 1.0
 ) -> MixerFacts:
     """A mixer with these tensors on rows of `length` tokens; memory_ratio: keys for each of them."""
-    request = Request(dtype=dtype, length=length, key_length=round(memory_ratio * length))
+    request = KernelRequest(dtype=dtype, length=length, key_length=round(memory_ratio * length))
     choice = mixer.kernel_choice(hidden, request, None)
     return MixerFacts(
         work=mixer.kernel_work(hidden, length * memory_ratio),

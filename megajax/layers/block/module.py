@@ -39,15 +39,19 @@ class Block(nnx.Module):
             if cfg.layer_scale is not None:
                 setattr(self, f"{name}_scale", cfg.layer_scale.build(settings))
 
+    def part(self, name: str) -> Any:
+        """A sub-layer, norm or scale, by the name of the module that begins the paths of its weights."""
+        return getattr(self, name)
+
     def __call__(self, x: Array, ctx: Context) -> Array:
-        return self.residual(x, ctx, lambda name, x: getattr(self, name)(x, ctx))
+        return self.residual(x, ctx, lambda name, x: self.part(name)(x, ctx))
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: leaves by sub-layer and name, "mixer.key"."""
         cache = dict(cache)
 
         def apply(name: str, x: Array) -> Array:
-            layer, layer_cache = getattr(self, name), below(cache, name)
+            layer, layer_cache = self.part(name), below(cache, name)
             if not layer_cache:
                 return layer(x, ctx)
             y, layer_cache = layer.step(x, layer_cache, ctx)
@@ -97,19 +101,17 @@ class Block(nnx.Module):
         """The residual stream that a sub-layer's output is added to."""
         if self.placement != "input":
             return x
-        return checkpoint_name(getattr(self, f"{name}_norm")(x), "norm").astype(x.dtype)
+        return checkpoint_name(self.part(f"{name}_norm")(x), "norm").astype(x.dtype)
 
     def normalised(self, name: str, x: Array) -> Array:
         """The residual stream as the sub-layer reads it, with its norm."""
         if self.placement not in ("pre", "sandwich", "parallel_norms"):
             return x
-        return checkpoint_name(getattr(self, f"{name}_norm")(x), "norm")
+        return checkpoint_name(self.part(f"{name}_norm")(x), "norm")
 
     def enter(self, name: str, x: Array) -> Array:
         """Input of a sub-layer: gathered along the sequence, or sharded for layers that take their own positions."""
-        return (
-            x if getattr(getattr(self, name), "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")
-        )
+        return x if getattr(self.part(name), "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")
 
     def leave(self, name: str, y: Array, x: Array, ctx: Context) -> Array:
         """Output of a sub-layer as it is added to x: normalised, scaled, with dropout.
@@ -118,19 +120,19 @@ class Block(nnx.Module):
         """
         if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
             raise UserError(
-                f"{type(getattr(self, name)).__name__} returns {y.dtype} {y.shape} for the residual stream, "
+                f"{type(self.part(name)).__name__} returns {y.dtype} {y.shape} for the residual stream, "
                 f"{x.dtype} {x.shape}\nlayout.dot multiplies by a weight in the dtype of x; elsewhere, write "
                 "weight[...].astype(x.dtype): weights of layers may come in the wider dtype of gradients"
             )
         if self.placement in ("output", "sandwich"):
             norm = f"{name}_norm" if self.placement == "output" else f"{name}_output_norm"
-            y = getattr(self, norm)(checkpoint_name(y, "residual"))
-        y = getattr(self, f"{name}_scale")(y) if hasattr(self, f"{name}_scale") else y
+            y = self.part(norm)(checkpoint_name(y, "residual"))
+        y = self.part(f"{name}_scale")(y) if hasattr(self, f"{name}_scale") else y
         return dropout(y, self.rate, ctx, PLACES[name], self.layout)
 
     def summed(self, name: str, x: Array) -> Array:
         """The residual stream after a sub-layer."""
-        x = getattr(self, f"{name}_norm")(x) if self.placement == "post" else x
+        x = self.part(f"{name}_norm")(x) if self.placement == "post" else x
         return checkpoint_name(x, "residual") if name in self.named_sums else x
 
 

@@ -1,14 +1,13 @@
 """Configs of gated delta nets; imports neither jax nor flax."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megajax.config.errors import Problem
-from megajax.config.hints import divisors_of
+from megajax.config.bounds import Positive, Size
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
-from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight
+from megajax.layers.checks import HeadGroups, HeadSharded
+from megajax.layers.facts import Elements, KernelWork, Matmul, Weight
 from megajax.layers.mamba.config import StateSpaceConfig, last_inputs, state_leaf
 from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.recompute import Part
@@ -20,8 +19,8 @@ STATE_PASSES, PAIR_PASSES, INPUT_PASSES, CHANNEL_PASSES = 72.0, 80.0, 109.0, 380
 values, and decays by channel."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatedDeltaNetConfig(StateSpaceConfig):
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig(HeadSharded, StateSpaceConfig):
     """A gated delta net: a state per head that decays and corrects what it returns for a key (Yang et al. 2024).
 
     Example: `mj.GatedDeltaNetConfig(heads=32, key_heads=16)`
@@ -29,43 +28,30 @@ class GatedDeltaNetConfig(StateSpaceConfig):
 
     target: ClassVar[str] = "megajax.layers.delta.module:GatedDeltaNet"
     place: ClassVar[str] = "delta net"
-    heads: int
+    heads: Size
     """Value heads, each with a state of key_dim x head_dim."""
-    key_heads: int | None = None
+    key_heads: Size | None = None
     """Query and key heads, each shared by heads / key_heads consecutive value heads; none: as many as heads."""
-    head_dim: int = 128
+    head_dim: Size = 128
     """Size of one value head."""
-    key_dim: int = 128
+    key_dim: Size = 128
     """Size of one query or key head."""
-    conv_kernel: int = 4
+    conv_kernel: Size = 4
     """Width of the causal convolution, in positions."""
-    norm_epsilon: float = 1e-6
+    norm_epsilon: Positive = 1e-6
     """Added to the mean square of the output of a head."""
-    dt_min: float = 0.001
+    dt_min: Positive = 0.001
     """Lower bound of initial steps, which are log-uniform."""
-    dt_max: float = 0.1
+    dt_max: Positive = 0.1
     """Upper bound of initial steps."""
-    dt_floor: float = 1e-4
+    dt_floor: Positive = 1e-4
     """Initial steps are at least this."""
-    decay_min: float = 0.01
+    decay_min: Positive = 0.01
     """Lower bound of initial decay rates, which are uniform."""
-    decay_max: float = 16.0
+    decay_max: Positive = 16.0
     """Upper bound of initial decay rates."""
-    chunk: int = 64
+    chunk: Size = 64
     """Positions per chunk of the matmul form; results are equal up to rounding."""
-
-    def problems(self) -> list[Problem]:
-        names = ("heads", "key_heads", "head_dim", "key_dim", "norm_epsilon", "decay_min", "decay_max")
-        problems = self.shared_problems() + above_zero(**{name: getattr(self, name) for name in names})
-        if problems:
-            return problems
-        if self.heads % self.groups:
-            legal = ", ".join(map(str, divisors_of(self.heads)))
-            message = f"heads={self.heads} is not a multiple of key_heads={self.key_heads}"
-            problems.append(Problem("key_heads", message, f"key_heads can be {legal}"))
-        if self.decay_min > self.decay_max:
-            problems.append(Problem("decay_min", f"{self.decay_min} is above decay_max={self.decay_max}"))
-        return problems
 
     @property
     def groups(self) -> int:
@@ -140,7 +126,7 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         """The matmuls, the convolutions, and 4 per element of the state, as Megatron-LM counts."""
         convolved = self.conv_kernel * (2 * self.keys + self.inner)
         states = 4 * self.inner * self.key_dim
-        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + convolved + states)
+        return MultiplyAdds(super().multiply_adds(hidden).per_token + convolved + states)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Within a chunk, products of keys and queries, their inverse and its products; between chunks, the states."""
@@ -169,18 +155,10 @@ class GatedDeltaNetConfig(StateSpaceConfig):
             "gate": Elements(sharded=self.inner),
         }
 
-    def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that heads can be divided over."""
-        return head_devices(self.heads, self.groups)
-
-    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` must divide heads, and must divide key heads or be a multiple of them."""
-        return head_problems(self.heads, self.groups, sizes["tensor"], "key_heads")
-
-    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """The heads of a device. Steps and corrections are never in 8 bits."""
+    def head_groups(self, hidden: int = 0) -> HeadGroups:
+        """The value heads and the key heads."""
         del hidden
-        return head_sides((self.heads, self.head_dim), (self.groups, self.key_dim), tensor, "key_heads")
+        return HeadGroups(self.heads, self.head_dim, self.groups, self.key_dim, "key_heads")
 
     def summary(self, hidden: int) -> str:
         """Sizes of heads and states."""
@@ -190,7 +168,7 @@ class GatedDeltaNetConfig(StateSpaceConfig):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class KimiDeltaConfig(GatedDeltaNetConfig):
     """A gated delta net whose states decay by channel of the key (Kimi Team 2025).
 
@@ -199,12 +177,8 @@ class KimiDeltaConfig(GatedDeltaNetConfig):
     """
 
     target: ClassVar[str] = "megajax.layers.delta.module:KimiDelta"
-    gate_rank: int | None = None
+    gate_rank: Size | None = None
     """Rank of the matrices of decays and of the gate; none: head_dim."""
-
-    def problems(self) -> list[Problem]:
-        ranks = {} if self.gate_rank is None else {"gate_rank": self.gate_rank}
-        return [*GatedDeltaNetConfig.problems(self), *above_zero(**ranks)]
 
     @property
     def rank(self) -> int:
@@ -221,7 +195,7 @@ class KimiDeltaConfig(GatedDeltaNetConfig):
         head, replaced = ("heads", "head_dim"), ("in_a", "in_z", "dt_bias")
         sizes = {"a": self.key_dim, "z": self.head_dim}
         return (
-            *(weight for weight in GatedDeltaNetConfig.weights(self, hidden) if weight.name not in replaced),
+            *(weight for weight in super().weights(hidden) if weight.name not in replaced),
             *(Weight(f"{name}_down", (hidden, self.rank), ("embed", None)) for name in sizes),
             *(Weight(f"{name}_up", (self.rank, self.heads, size), (None, *head)) for name, size in sizes.items()),
             Weight("dt_bias", self.decays, head),
@@ -264,4 +238,4 @@ class KimiDeltaConfig(GatedDeltaNetConfig):
 
     def summary(self, hidden: int) -> str:
         """Sizes of heads and states."""
-        return f"{GatedDeltaNetConfig.summary(self, hidden)}, decays by channel of rank {self.rank}"
+        return f"{super().summary(hidden)}, decays by channel of rank {self.rank}"

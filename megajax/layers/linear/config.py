@@ -3,15 +3,14 @@
 Imports neither jax nor flax.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from megajax.config.errors import Problem
-from megajax.config.hints import divisors_of
+from megajax.config.bounds import Size
 from megajax.layers.cache_spec import CacheLeaf
-from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight, prefixed
+from megajax.layers.checks import ChannelSharded, HeadGroups, HeadSharded
+from megajax.layers.facts import Elements, KernelWork, Matmul, Weight, prefixed
 from megajax.layers.mamba.config import RecurrentConfig, last_inputs, state_leaf
 from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.norm.config import RMSNormConfig
@@ -22,8 +21,8 @@ PROJECTIONS = ("in_query", "in_key", "in_value", "in_gate")
 """Matrices of lightning attention that multiply its input; hybrids have attention with other names beside it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShortConvConfig(RecurrentConfig):
+@dataclass(frozen=True, kw_only=True)
+class ShortConvConfig(ChannelSharded, RecurrentConfig):
     """A gated short convolution: output(c * conv(b * x)) of three projections of the input (Liquid AI 2025, LFM2).
 
     Example: `mj.ShortConvConfig(channels=1024)`
@@ -31,17 +30,14 @@ class ShortConvConfig(RecurrentConfig):
 
     target: ClassVar[str] = "megajax.layers.linear.short_conv:ShortConv"
     place: ClassVar[str] = "short convolution"
-    channels: int
+    channels: Size
     """Channels, each with its own filter; LFM2: the hidden size."""
-    conv_kernel: int = 3
+    conv_kernel: Size = 3
     """Width of the causal convolution, in positions."""
     conv_bias: bool = False
     """Bias of the convolution."""
     bias: bool = False
     """Biases of the projections."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(channels=self.channels, conv_kernel=self.conv_kernel)
 
     @property
     def heads(self) -> int:
@@ -90,21 +86,9 @@ class ShortConvConfig(RecurrentConfig):
         inputs = Elements(sharded=2 * self.channels)
         return {"query_key_value": inputs, "core_attention": channels, "gate": channels}
 
-    def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that channels can be divided over."""
-        return divisors_of(max(self.channels, 1))
-
-    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` must divide the channels."""
-        if self.channels % sizes["tensor"]:
-            message = f"channels={self.channels} is not divisible by parallel.tensor={sizes['tensor']}"
-            yield Problem("channels", message)
-
-    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """The channels of a device."""
-        del hidden
-        if self.channels % tensor == 0:
-            yield Side("channels", f"{self.channels} over parallel.tensor={tensor} are", self.channels // tensor)
+    def sharded_channels(self) -> tuple[str, int]:
+        """The channels."""
+        return "channels", self.channels
 
     def summary(self, hidden: int) -> str:
         """Channels and width."""
@@ -112,8 +96,8 @@ class ShortConvConfig(RecurrentConfig):
         return f"convolution over {self.conv_kernel} positions of {self.channels} channels"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LightningAttentionConfig(RecurrentConfig):
+@dataclass(frozen=True, kw_only=True)
+class LightningAttentionConfig(HeadSharded, RecurrentConfig):
     """Attention without a softmax, in which each head forgets at a fixed rate (Qin et al. 2024; MiniMax 2025).
 
     Head h of H in layer l of L multiplies a key's weight by exp(-2^(-8 h / H) (1 - l / (L - 1))) at each position.
@@ -123,21 +107,18 @@ class LightningAttentionConfig(RecurrentConfig):
 
     target: ClassVar[str] = "megajax.layers.linear.lightning:LightningAttention"
     place: ClassVar[str] = "linear attention"
-    heads: int
+    heads: Size
     """Heads of queries, keys and values."""
-    head_dim: int
+    head_dim: Size
     """Size of one head."""
-    layers: int
+    layers: Size
     """Layers of the model: later layers forget more slowly."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "silu"
     """Function of queries, keys and values."""
     norm: RMSNormConfig = field(default_factory=lambda: RMSNormConfig(epsilon=1e-6))
     """Normalisation of the output over all heads, before the gate."""
-    chunk: int = 256
+    chunk: Size = 256
     """Positions per chunk of the matmul form; results are equal up to rounding."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(heads=self.heads, head_dim=self.head_dim, layers=self.layers, chunk=self.chunk)
 
     @property
     def inner(self) -> int:
@@ -176,7 +157,7 @@ class LightningAttentionConfig(RecurrentConfig):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """The matmuls, and the update and the product of the state."""
-        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 2 * self.inner * self.head_dim)
+        return MultiplyAdds(super().multiply_adds(hidden).per_token + 2 * self.inner * self.head_dim)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Within a chunk, as attention; between chunks, the states."""
@@ -191,19 +172,10 @@ class LightningAttentionConfig(RecurrentConfig):
         inner = Elements(sharded=self.inner)
         return {"query_key_value": Elements(sharded=3 * self.inner), "core_attention": inner, "gate": inner}
 
-    def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that heads can be divided over."""
-        return head_devices(self.heads, self.heads)
-
-    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` must divide heads."""
-        return head_problems(self.heads, self.heads, sizes["tensor"], "heads")
-
-    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """The heads of a device."""
+    def head_groups(self, hidden: int = 0) -> HeadGroups:
+        """The heads, each a group of its own."""
         del hidden
-        head = (self.heads, self.head_dim)
-        return head_sides(head, head, tensor, "heads")
+        return HeadGroups(self.heads, self.head_dim, self.heads, self.head_dim)
 
     def summary(self, hidden: int) -> str:
         """Numbers and size of heads."""

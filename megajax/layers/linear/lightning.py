@@ -4,7 +4,7 @@ It is Mamba-2's recurrence with steps of 1, rates of decay that are not trained,
 values are its inputs, keys and queries its b and c.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,8 @@ class LightningAttention(nnx.Module):
 
         def local(inputs: Inputs, rates: Array, segments: Array | None) -> Array:
             rows = RowChunks.of(sequence_sharding, segments)
-            split: Any = tuple(rows.split_chunks(array) for array in inputs)
-            return rows.join_chunks(self.recurrence(split, rates, rows.runs(), row_chunks=rows)[0])
+            q, k, v = map(rows.split_chunks, inputs)
+            return rows.join_chunks(self.recurrence((q, k, v), rates, rows.runs(), row_chunks=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
         y = self.layout.island(local, (INPUTS, ("heads",), of_rows), HEADS)(inputs, self.rates(ctx), ctx.segments)
@@ -58,9 +58,9 @@ class LightningAttention(nnx.Module):
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `LightningAttentionConfig.cache_leaves`."""
 
-        def advance(inputs: Any, rates: Array, before: Cache, counts: Array) -> tuple[Array, Cache]:
-            ordered: Any = tuple(inputs[name] for name in NAMES)
-            y, state = self.recurrence(ordered, rates, None, before["state"], counts)
+        def advance(inputs: Mapping[str, Array], rates: Array, before: Cache, counts: Array) -> tuple[Array, Cache]:
+            q, k, v = (inputs[name] for name in NAMES)
+            y, state = self.recurrence((q, k, v), rates, None, before["state"], counts)
             return y, {"state": state}
 
         inputs, gate = self.project(x)

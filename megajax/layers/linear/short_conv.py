@@ -1,7 +1,6 @@
 """Gated short convolutions (Liquid AI 2025, LFM2). B rows, S positions, D hidden, I channels, K filter."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from flax import nnx
 from jax import Array
@@ -53,7 +52,7 @@ class ShortConv(nnx.Module):
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `ShortConvConfig.cache_leaves`."""
 
-        def advance(inputs: Any, weights: Any, before: Cache, counts: Array) -> tuple[Array, Cache]:
+        def advance(inputs: Cache, weights: Cache, before: Cache, counts: Array) -> tuple[Array, Cache]:
             x = inputs["x"]
             return _conv(x, weights, None, before["x"]), {"x": last_inputs(x, before["x"], counts)}
 

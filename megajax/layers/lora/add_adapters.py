@@ -15,7 +15,7 @@ from megajax.layers.context import Context, dropout
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.param import matrices_of
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 
 SETTING = "model.lora.targets"
 

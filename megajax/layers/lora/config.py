@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from megajax.config.bounds import BelowOne, NotEmpty, Positive, Size
 from megajax.config.class_references import Builds
-from megajax.config.errors import Problem
-from megajax.layers.checks import above_zero, below_one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LoRAConfig(Builds):
     """Low-rank adapters (Hu et al. 2021, LoRA): x W + scale * (x A) B, where A and B are trained and W is not.
 
@@ -20,28 +19,22 @@ class LoRAConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.lora.add_adapters:adapt"
-    rank: int = 8
+    rank: Size = 8
     """Rank of an adapter: columns of A, rows of B."""
-    alpha: float = 16.0
+    alpha: Positive = 16.0
     """The scale is alpha / rank."""
-    targets: tuple[str, ...] = ("*.blocks.*",)
+    targets: Annotated[
+        tuple[str, ...], NotEmpty("the default *.blocks.* adapts all matrices of blocks", "names no matrix")
+    ] = ("*.blocks.*",)
     """Patterns of the paths of the matrices that have an adapter, such as *.mixer.query; * stands for any text, dots
     included. By default all matrices of mixers and MLPs."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of an adapter's input. Adapters of experts have none."""
     rank_stabilized: bool = False
     """The scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA)."""
     decomposed: bool = False
     """Each output of x W + scale * (x A) B is divided by the norm of its matrix column and multiplied by a trained
     magnitude (Liu et al. 2024, DoRA). Not for experts."""
-
-    def problems(self) -> list[Problem]:
-        problems = above_zero(rank=self.rank, alpha=self.alpha) + below_one(dropout=self.dropout)
-        if not self.targets:
-            problems.append(
-                Problem("targets", "names no matrix", "the default *.blocks.* adapts all matrices of blocks")
-            )
-        return problems
 
     def scale(self) -> float:
         """Factor on the output of an adapter."""

@@ -5,11 +5,11 @@ from dataclasses import Field, dataclass
 from math import inf
 from typing import Any, ClassVar, Self
 
+from megajax.config.bounds import Positive, Size
 from megajax.config.errors import Problem
-from megajax.config.hints import divisors_of
-from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
-from megajax.layers.checks import above_zero, head_devices, head_problems, head_sides
+from megajax.layers.checks import ChannelSharded, HeadGroups, HeadSharded
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight, prefixed
 from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.norm.config import NormConfig
@@ -19,7 +19,6 @@ from megajax.layers.recompute import Part
 class RecurrentConfig(LayerFacts):
     """Base of the configs of mixers that take rows of any length and parts of rows, by one kernel in plain JAX."""
 
-    __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     """Fields of the subclass, which is always a dataclass."""
     dropout: ClassVar[float] = 0.0
@@ -36,11 +35,11 @@ class RecurrentConfig(LayerFacts):
         return True
 
     def kernel_choice(
-        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
-    ) -> Choice[str]:
+        self, hidden: int, request: KernelRequest, device: KernelDevice | None, setting: str = "kernel"
+    ) -> KernelChoice[str]:
         """Matmuls or scans over chunks, on every device."""
         del hidden, request, device, setting
-        return Choice("chunks", place=self.place)
+        return KernelChoice("chunks", place=self.place)
 
     def with_kernel(self, name: Any) -> Self:
         """The layer itself: there is one kernel."""
@@ -51,39 +50,37 @@ class RecurrentConfig(LayerFacts):
 class StateSpaceConfig(RecurrentConfig):
     """Base of the configs of Mamba 1 and 2 and gated delta nets: a short convolution, steps, decaying states."""
 
-    __slots__ = ()
     conv_kernel: int
     chunk: int
     dt_min: float
     dt_max: float
     dt_floor: float
 
-    def shared_problems(self) -> list[Problem]:
-        """Problems of the settings that all share."""
-        names = ("conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
-        problems = above_zero(**{name: getattr(self, name) for name in names})
-        if not problems and self.dt_min > self.dt_max:
-            problems.append(Problem("dt_min", f"{self.dt_min} is above dt_max={self.dt_max}"))
-        return problems
+    def problems(self) -> list[Problem]:
+        """Lower bounds must not be above upper ones."""
+        ends = {name: [getattr(self, f"{name}_{end}", 0.0) for end in ("min", "max")] for name in ("dt", "decay")}
+        wrong = {name: (low, high) for name, (low, high) in ends.items() if low > high}
+        order = [Problem(f"{name}_min", f"{low} is above {name}_max={high}") for name, (low, high) in wrong.items()]
+        return super().problems() + order
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba2Config(StateSpaceConfig):
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config(HeadSharded, StateSpaceConfig):
     """A state-space layer with one rate of decay a head (Dao and Gu 2024).
 
     Example: `mj.Mamba2Config(heads=24, head_dim=64, state=128)`
     """
 
     target: ClassVar[str] = "megajax.layers.mamba.mamba2:Mamba2"
-    heads: int
+    heads: Size
     """Heads, each with a state of head_dim x state. Mamba-2 and Megatron-LM: 2 x hidden / head_dim."""
-    head_dim: int = 64
+    head_dim: Size = 64
     """Size of one head."""
-    state: int = 128
+    state: Size = 128
     """Size of the state of each channel of a head."""
-    groups: int = 1
+    groups: Size = 1
     """Groups of heads that share the input (b) and output (c) projections of the state and one normalisation."""
-    conv_kernel: int = 4
+    conv_kernel: Size = 4
     """Width of the causal convolution, in positions."""
     conv_bias: bool = True
     """Bias of the convolution."""
@@ -93,38 +90,29 @@ class Mamba2Config(StateSpaceConfig):
     """Normalise the output; false: it is only multiplied by the gate."""
     norm_before_gate: bool = False
     """Normalise the output and then multiply by the gate; false: the gated output is normalised."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Positive = 1e-5
     """Added to the mean square."""
-    dt_min: float = 0.001
+    dt_min: Positive = 0.001
     """Lower bound of initial steps, which are log-uniform."""
-    dt_max: float = 0.1
+    dt_max: Positive = 0.1
     """Upper bound of initial steps."""
-    dt_floor: float = 1e-4
+    dt_floor: Positive = 1e-4
     """Initial steps are at least this."""
     dt_limit: tuple[float, float] = (0.0, inf)
     """Steps are clipped to this interval."""
     input_factors: tuple[float, float, float, float, float] | None = None
     """Fixed factors on the projections of the gate, x, b, c and the steps, as in Falcon-H1; none: 1."""
-    decay_min: float = 1.0
+    decay_min: Positive = 1.0
     """Lower bound of initial decay rates, which are uniform."""
-    decay_max: float = 16.0
+    decay_max: Positive = 16.0
     """Upper bound of initial decay rates."""
-    chunk: int = 128
+    chunk: Size = 128
     """Positions per chunk of the matmul form; results are equal up to rounding."""
 
     def problems(self) -> list[Problem]:
-        names = ("heads", "head_dim", "state", "groups", "norm_epsilon", "decay_min", "decay_max")
-        problems = self.shared_problems() + above_zero(**{name: getattr(self, name) for name in names})
-        if problems:
-            return problems
-        if self.heads % self.groups:
-            legal = ", ".join(map(str, divisors_of(self.heads)))
-            message = f"heads={self.heads} is not a multiple of groups={self.groups}"
-            problems.append(Problem("groups", message, f"groups can be {legal}"))
+        problems = super().problems()
         if not 0 <= self.dt_limit[0] < self.dt_limit[1]:
             problems.append(Problem("dt_limit", f"must be two numbers, the first lower, got {self.dt_limit}"))
-        if self.decay_min > self.decay_max:
-            problems.append(Problem("decay_min", f"{self.decay_min} is above decay_max={self.decay_max}"))
         return problems
 
     @property
@@ -185,7 +173,7 @@ class Mamba2Config(StateSpaceConfig):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """The matmuls, and 3.5 per element of the state, as Megatron-LM counts."""
-        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
+        return MultiplyAdds(super().multiply_adds(hidden).per_token + 3.5 * self.inner * self.state)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Within a chunk, as attention; between chunks, the states."""
@@ -205,18 +193,10 @@ class Mamba2Config(StateSpaceConfig):
             "gate": Elements(sharded=self.inner),
         }
 
-    def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that heads can be divided over."""
-        return head_devices(self.heads, self.groups)
-
-    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` must divide heads, and must divide groups or be a multiple of them."""
-        return head_problems(self.heads, self.groups, sizes["tensor"], "groups")
-
-    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """The heads and groups of a device. Steps are never in 8 bits."""
+    def head_groups(self, hidden: int = 0) -> HeadGroups:
+        """The heads, and the groups that share projections of the state."""
         del hidden
-        return head_sides((self.heads, self.head_dim), (self.groups, self.state), tensor, "groups")
+        return HeadGroups(self.heads, self.head_dim, self.groups, self.state, "groups")
 
     def summary(self, hidden: int) -> str:
         """Sizes of heads and states."""
@@ -224,21 +204,21 @@ class Mamba2Config(StateSpaceConfig):
         return f"Mamba-2 {self.heads} heads of {self.head_dim}, states of {self.state}, {self.groups} groups"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba1Config(StateSpaceConfig):
+@dataclass(frozen=True, kw_only=True)
+class Mamba1Config(ChannelSharded, StateSpaceConfig):
     """A state-space layer with rates of decay for each channel (Gu and Dao 2023); for checkpoints that have it.
 
     Example: `mj.Mamba1Config(inner=1536, rank=48)`
     """
 
     target: ClassVar[str] = "megajax.layers.mamba.mamba1:Mamba1"
-    inner: int
+    inner: Size
     """Channels, each with a state. Mamba: 2 x hidden."""
-    rank: int
+    rank: Size
     """Rank of the projection to steps. Mamba: hidden / 16, rounded up."""
-    state: int = 16
+    state: Size = 16
     """Size of the state of a channel."""
-    conv_kernel: int = 4
+    conv_kernel: Size = 4
     """Width of the causal convolution, in positions."""
     conv_bias: bool = True
     """Bias of the convolution."""
@@ -246,17 +226,14 @@ class Mamba1Config(StateSpaceConfig):
     """Biases of the first and the last projection."""
     inner_norm: NormConfig | None = None
     """Normalisation of b, c and the input of the projection to steps, as in Jamba; none: no normalisation."""
-    dt_min: float = 0.001
+    dt_min: Positive = 0.001
     """Lower bound of initial steps, which are log-uniform."""
-    dt_max: float = 0.1
+    dt_max: Positive = 0.1
     """Upper bound of initial steps."""
-    dt_floor: float = 1e-4
+    dt_floor: Positive = 1e-4
     """Initial steps are at least this."""
-    chunk: int = 64
+    chunk: Size = 64
     """Positions whose states exist at once; results are equal up to rounding."""
-
-    def problems(self) -> list[Problem]:
-        return self.shared_problems() + above_zero(inner=self.inner, rank=self.rank, state=self.state)
 
     @property
     def heads(self) -> int:
@@ -314,7 +291,7 @@ class Mamba1Config(StateSpaceConfig):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """The matmuls, and 3.5 per element of the state, as Megatron-LM counts for Mamba-2."""
-        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
+        return MultiplyAdds(super().multiply_adds(hidden).per_token + 3.5 * self.inner * self.state)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Elements of states, each with a decay, an input and an output."""
@@ -328,20 +305,13 @@ class Mamba1Config(StateSpaceConfig):
         kernel_inputs = Elements(sharded=2 * self.inner)
         return {"query_key_value": kernel_inputs, "latent": narrow, "core_attention": channels, "gate": channels}
 
-    def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that channels can be divided over."""
-        return divisors_of(max(self.inner, 1))
-
-    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` must divide the channels."""
-        if self.inner % sizes["tensor"]:
-            yield Problem("inner", f"inner={self.inner} is not divisible by parallel.tensor={sizes['tensor']}")
+    def sharded_channels(self) -> tuple[str, int]:
+        """The channels."""
+        return "inner", self.inner
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """The channels of a device, and the narrow projections."""
-        del hidden
-        if self.inner % tensor == 0:
-            yield Side("inner", f"{self.inner} over parallel.tensor={tensor} are", self.inner // tensor)
+        yield from super().matmul_sides(hidden, tensor)
         yield Side("rank", "is", self.rank)
         yield Side("state", "is", self.state)
 

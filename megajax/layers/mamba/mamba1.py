@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,15 +90,15 @@ class Mamba1(nnx.Module):
         """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba1Config.cache_leaves`."""
         axes = row_axes(self.cfg)
 
-        def convolve(inputs: Any, weights: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
+        def convolve(inputs: Cache, weights: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
             x = inputs["input"]
             return silu_conv(x, weights, None, before["x"]), {"x": last_inputs(x, before["x"], counts)}
 
-        def scan(inputs: Any, rates: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
+        def scan(inputs: Cache, rates: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
             y, state = self.recurrence(tuple(inputs[name] for name in SCANNED), rates, None, before["state"], counts)
             return y, {"state": state}
 
-        def advance(f: Advance, inputs: Any, weights: Any, name: str) -> tuple[Array, Cache]:
+        def advance(f: Advance, inputs: tuple, weights: tuple, name: str) -> tuple[Array, Cache]:
             latest = (LATEST + name for name in inputs[0])
             leaves = {name: cache[name] for name in (name, *latest, POSITION) if name in cache}
             return advance_rows(self.layout, f, inputs, weights, (leaves, axes), CHANNELS, ctx)

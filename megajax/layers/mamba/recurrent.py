@@ -22,7 +22,7 @@ from megajax.layers.decoding import Cache, advance_rows, last_inputs
 from megajax.layers.param import LayerSettings, Uniform, param, with_head_copies
 from megajax.layers.remat import save_only_inputs
 from megajax.mesh.layout import AxesTree, Layout
-from megajax.mesh.rules import LogicalAxes
+from megajax.mesh.sharding_rules import LogicalAxes
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 GROUPS = ("batch", "seq", "kv_heads", "state")
@@ -139,7 +139,7 @@ class RecurrentMixer(nnx.Module):
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `cache_leaves` of the config."""
 
-        def advance(inputs: Inputs, weights: Any, before: Cache, counts: Array) -> tuple[Array, Cache]:
+        def advance(inputs: Inputs, weights: Mapping, before: Cache, counts: Array) -> tuple[Array, Cache]:
             y, state = self.mixed(inputs, weights, None, before, counts)
             last = {name: last_inputs(inputs[name], before[name], counts) for name in self.convolved}
             return y, {**last, "state": state}

@@ -1,20 +1,18 @@
 """Configs of feed-forward layers; imports neither jax nor flax."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megajax.config.errors import Problem
-from megajax.config.hints import divisors_of
-from megajax.layers.checks import above_zero
-from megajax.layers.facts import Elements, LayerFacts, Matmul, Side, Weight
+from megajax.config.bounds import Positive, Size
+from megajax.layers.checks import ChannelSharded
+from megajax.layers.facts import Elements, Matmul, Weight
 from megajax.layers.recompute import Part
 
 
-class FeedForward(LayerFacts):
+class FeedForward(ChannelSharded):
     """Facts of an MLP with the matrices `inner` to the width ffn and `down` back."""
 
-    __slots__ = ()
     target: ClassVar[str] = "megajax.layers.mlp.module:MLP"
     inner: ClassVar[tuple[str, ...]]
     """Names of the matrices that multiply the input."""
@@ -41,23 +39,9 @@ class FeedForward(LayerFacts):
         del hidden
         return {"mlp": Elements(sharded=len(self.inner) * self.ffn), "activation": Elements(sharded=self.ffn)}
 
-    def tensor_sizes(self) -> list[int]:
-        """Legal sizes of `tensor`."""
-        return divisors_of(max(self.ffn, 1))
-
-    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` must divide ffn."""
-        tensor = sizes["tensor"]
-        if self.ffn % tensor:
-            below = self.ffn // tensor * tensor
-            widths = " or ".join(str(width) for width in (below, below + tensor) if width)
-            yield Problem("ffn", f"ffn={self.ffn} is not divisible by parallel.tensor={tensor}", f"use ffn={widths}")
-
-    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """The shard of ffn on a device."""
-        del hidden
-        if self.ffn % tensor == 0:
-            yield Side("ffn", f"{self.ffn} over parallel.tensor={tensor} is", self.ffn // tensor)
+    def sharded_channels(self) -> tuple[str, int]:
+        """The width between the matrices."""
+        return "ffn", self.ffn
 
     def summary(self, hidden: int) -> str:
         """Text of the width."""
@@ -65,7 +49,7 @@ class FeedForward(LayerFacts):
         return f"ffn {self.ffn}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DenseMLPConfig(FeedForward):
     """Two matrices with an activation function between them.
 
@@ -73,18 +57,15 @@ class DenseMLPConfig(FeedForward):
     """
 
     inner: ClassVar[tuple[str, ...]] = ("up",)
-    ffn: int
+    ffn: Size
     """Width between the matrices."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
     """gelu is exact (erf), gelu_tanh the approximation GPT-2 used, quick_gelu x sigmoid(1.702 x)."""
     bias: bool = True
     """Biases on both matrices."""
 
-    def problems(self) -> list[Problem]:
-        return above_zero(ffn=self.ffn)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GatedMLPConfig(FeedForward):
     """activation(x gate) * (x up), then down (Shazeer 2020).
 
@@ -92,24 +73,21 @@ class GatedMLPConfig(FeedForward):
     """
 
     inner: ClassVar[tuple[str, ...]] = ("gate", "up")
-    ffn: int
+    ffn: Size
     """Width between the matrices."""
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"] = "silu"
     """silu makes it SwiGLU, gelu GeGLU."""
     bias: bool = False
     """Biases on all three matrices."""
-    clamp: float | None = None
+    clamp: Positive | None = None
     """x gate is clipped to at most this, x up to [-clamp, clamp]; none: no clipping."""
     offset: float = 0.0
     """Added to x up."""
-    gate_factor: float = 1.0
+    gate_factor: Positive = 1.0
     """Factor on x gate, as in Falcon-H1."""
 
-    def problems(self) -> list[Problem]:
-        return above_zero(ffn=self.ffn, clamp=self.clamp, gate_factor=self.gate_factor)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class XieluMLPConfig(FeedForward):
     """Two matrices with xIELU between them (Huang and Schlag 2024), whose two slopes each layer learns, as in Apertus.
 
@@ -119,18 +97,15 @@ class XieluMLPConfig(FeedForward):
     target: ClassVar[str] = "megajax.layers.mlp.module:XieluMLP"
     inner: ClassVar[tuple[str, ...]] = ("up",)
     activation: ClassVar[str] = "xielu"
-    ffn: int
+    ffn: Size
     """Width between the matrices."""
     bias: bool = False
     """Biases on both matrices."""
 
-    def problems(self) -> list[Problem]:
-        return above_zero(ffn=self.ffn)
-
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Those of the matrices, and the two slopes."""
         slopes = (Weight(name, (1,), (None,)) for name in ("positive", "negative"))
-        return (*FeedForward.weights(self, hidden), *slopes)
+        return (*super().weights(hidden), *slopes)
 
 
 type MLPConfig = DenseMLPConfig | GatedMLPConfig

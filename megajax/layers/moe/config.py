@@ -2,37 +2,34 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from megajax.config.bounds import BelowOne, Bounds, Count, NotNegative, Positive, Size
 from megajax.config.class_references import resolve
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
-from megajax.kernels.attention.capability import Choice, Device, Request
+from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
-from megajax.layers.checks import above_zero, below_one
 from megajax.layers.expert_facts import ExpertFacts, Way
 from megajax.layers.facts import Elements, LayerFacts, Matmul, Side, Weight, prefixed
 from megajax.layers.mlp.config import MLPConfig, XieluMLPConfig
 from megajax.layers.recompute import Part
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
     """A limit on the tokens of each expert, counted over the rows of a microbatch on all devices.
 
     Example: `mj.CapacityConfig(factor=1.25)`
     """
 
-    factor: float = 1.0
+    factor: Positive = 1.0
     """Capacity over the mean number of tokens of an expert."""
     drop: Literal["probability", "position"] = "probability"
     """Tokens that an expert keeps: those with the largest weights, or the first ones."""
 
-    def problems(self) -> list[Problem]:
-        return above_zero(factor=self.factor)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Chooses the experts of each token and their weights. Computes in float32.
 
@@ -44,7 +41,7 @@ class RouterConfig:
     normalise: Literal["chosen", "all"] = "chosen"
     """chosen: the weights of a token's experts add up to 1 (softmax over the chosen logits; sigmoid: divided by the
     sum); all: the weights are the scores among all experts."""
-    scale: float = 1.0
+    scale: Positive = 1.0
     """Factor on the weights."""
     groups: int | None = None
     """Number of groups of experts; a token first chooses `chosen_groups` of them; none: no groups."""
@@ -54,24 +51,24 @@ class RouterConfig:
     """Number of best scores of a group that are summed; none: top_k / chosen_groups."""
     bias: bool = False
     """A trained bias on the logits."""
-    balance_rate: float | None = None
+    balance_rate: Positive | None = None
     """Balancing without a loss: a bias on scores, used only for the choice of experts. Each step raises it by this
     value for experts with fewer tokens than the mean and lowers it for others (Wang et al. 2024); none: no bias."""
-    aux_loss: float = 0.0
+    aux_loss: NotNegative = 0.0
     """Coefficient of the load-balancing loss over the tokens of a microbatch (Fedus et al. 2021, equation 4)."""
-    row_loss: float = 0.0
+    row_loss: NotNegative = 0.0
     """Coefficient of the same loss over each row, averaged over rows."""
-    global_loss: float = 0.0
+    global_loss: NotNegative = 0.0
     """Coefficient of the same loss with token counts that include the batch of the last step (Qiu et al. 2025)."""
-    z_loss: float = 0.0
+    z_loss: NotNegative = 0.0
     """Coefficient of the mean squared logarithm of the partition function of the logits (Zoph et al. 2022)."""
     sinkhorn: bool = False
     """In training, experts are chosen by logits that Sinkhorn's algorithm balances (Clark et al. 2022)."""
-    sparse_mixer: float | None = None
+    sparse_mixer: Positive | None = None
     """Experts are chosen one after another (SparseMixer, Liu et al. 2024, as in Phi-3.5-MoE), each among those whose
     logits differ from the best by at most twice this, relative to the larger of the two. Its weight is its share among
     them; in training it is drawn by these shares, and gradients are Heun's estimate. none: top_k at once."""
-    jitter: float = 0.0
+    jitter: BelowOne = 0.0
     """In training, the input of the router is multiplied by random factors from 1 - jitter to 1 + jitter."""
     force_balance: bool = False
     """Assign tokens to experts round-robin, ignoring scores: for benchmarks."""
@@ -79,15 +76,11 @@ class RouterConfig:
     """A limit on the tokens of each expert; none: no token is dropped."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(scale=self.scale, balance_rate=self.balance_rate, sparse_mixer=self.sparse_mixer)
+        problems = []
         if self.group_scores is not None and self.groups is None:
             problems.append(
                 Problem("group_scores", "needs groups of experts, but groups=none", "set groups, or set this to none")
             )
-        for name in ("aux_loss", "row_loss", "global_loss", "z_loss"):
-            if not 0 <= (value := getattr(self, name)) < float("inf"):
-                problems.append(Problem(name, f"must be a number of at least 0, got {value}"))
-        problems += below_one(jitter=self.jitter)
         if (self.groups is None) != (self.chosen_groups is None):
             problems.append(Problem("groups", "must be given together with chosen_groups", "set both, or neither"))
         balancing = self.aux_loss or self.row_loss or self.global_loss or self.balance_rate is not None
@@ -99,6 +92,10 @@ class RouterConfig:
             message = "needs scores by softmax, and no sinkhorn, groups or balance_rate"
             problems.append(Problem("sparse_mixer", message, "set it to none"))
         return problems
+
+    def coefficients(self) -> dict[str, float]:
+        """Coefficients of the losses, by name."""
+        return {"aux": self.aux_loss, "row": self.row_loss, "global": self.global_loss, "z": self.z_loss}
 
     def expert_problems(self, experts: int, top_k: int) -> Iterator[Problem]:
         """Problems of the router with this number of experts and top_k."""
@@ -121,7 +118,7 @@ class RouterConfig:
             yield Problem("chosen_groups", message, f"use at least {-(-top_k * groups // experts)}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedExpertConfig:
     """A feed-forward layer for all tokens, in addition to the chosen experts.
 
@@ -134,7 +131,7 @@ class SharedExpertConfig:
     """Multiply its output by the sigmoid of a projection of the input to one number."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DispatchConfig:
     """How tokens are sent to experts on other devices; see docs/moe.md.
 
@@ -144,21 +141,15 @@ class DispatchConfig:
     way: Way = "auto"
     """gather: all tokens to all devices of `expert`; ragged: each token to the devices of its experts; capacity: the
     same in parts of equal size; auto: gather, see docs/moe.md."""
-    room: float | None = None
+    room: Annotated[float, Bounds(at_least=1, hint="1.5 is usual, none drops nothing")] | None = None
     """Buffer rows of a device over the mean. Tokens beyond that are dropped, from the experts with most tokens, and
     counted in the metrics. none: room for the worst case; no token is dropped."""
-    chunks: int = 1
+    chunks: Count = 1
     """Parts of the tokens of a device that are sent and computed in sequence, each recomputed in the backward pass, so
     that only one part is in memory."""
 
-    def problems(self) -> list[Problem]:
-        problems = [] if self.chunks >= 1 else [Problem("chunks", f"must be at least 1, got {self.chunks}")]
-        if self.room is not None and not 1 <= self.room < float("inf"):
-            problems.append(Problem("room", f"must be at least 1, got {self.room}", "1.5 is usual, none drops nothing"))
-        return problems
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MoEConfig(LayerFacts):
     """A mixture of experts: a router chooses top_k feed-forward layers for each token.
 
@@ -166,9 +157,9 @@ class MoEConfig(LayerFacts):
     """
 
     target: ClassVar[str] = "megajax.layers.moe.module:MixtureOfExperts"
-    experts: int
+    experts: Size
     """Number of experts."""
-    top_k: int = 2
+    top_k: Size = 2
     """Number of experts per token."""
     expert: MLPConfig
     """The layer of each expert."""
@@ -178,7 +169,7 @@ class MoEConfig(LayerFacts):
     """Shared expert for all tokens; none: no such layer."""
     weigh: Literal["outputs", "inputs"] = "outputs"
     """What the weight of a chosen expert multiplies: its output, or its input, as in Llama 4."""
-    latent: int | None = None
+    latent: Size | None = None
     """Width that tokens are projected to for the experts; none: experts have the hidden size."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     """How tokens are sent to experts on other devices."""
@@ -187,9 +178,7 @@ class MoEConfig(LayerFacts):
     a device's kernel of codes comes first, except with reference."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(experts=self.experts, top_k=self.top_k, latent=self.latent)
-        if problems:
-            return problems
+        problems = super().problems()
         if self.top_k > self.experts:
             message = f"is {self.top_k}, but there are experts={self.experts}"
             problems.append(Problem("top_k", message, f"use at most {self.experts}"))
@@ -215,8 +204,8 @@ class MoEConfig(LayerFacts):
         }
 
     def kernel_choice(
-        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
-    ) -> Choice[GroupedKernel]:
+        self, hidden: int, request: KernelRequest, device: KernelDevice | None, setting: str = "kernel"
+    ) -> KernelChoice[GroupedKernel]:
         """The grouped matmul's kernel, and why not a faster one. device: None for any NVIDIA GPU.
 
         Raises UserError if a kernel chosen by name is not available; `setting` names it.
@@ -224,7 +213,7 @@ class MoEConfig(LayerFacts):
         # The number of rows depends on the layout; any legal number does here.
         sizes = GroupedSizes(4096, self.experts, self.width(hidden), self.expert.ffn)
         choice = choose_grouped(self.kernel, request.dtype, device, setting, sizes)
-        return Choice(choice.kernel, choice.reasons, "experts")
+        return KernelChoice(choice.kernel, choice.reasons, "experts")
 
     def decoding(self) -> Self:
         """The layer without settings that make a token depend on others: capacity, room and forced balance."""

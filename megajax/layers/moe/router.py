@@ -4,27 +4,28 @@ Functions here run within an island: arrays are local to a device, and `axes` ar
 B rows, S positions, T = B S tokens of a device; E experts, k chosen by each token. Computation is in float32.
 """
 
-from functools import partial
+from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from megajax.layers.decoding import Cache, StepRows, write
 from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
-from megajax.mesh.layer_metrics import Measure
+from megajax.layers.moe.dispatch import RoutedTokens
+from megajax.layers.moe.observations import REPORTED
+from megajax.mesh.layer_observations import observe
 from megajax.mesh.zigzag_order import UNSHARDED_ROWS, SequenceSharding
 
 SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8
 SINKHORN_ROUNDS = 1000
 """Maximum number of iterations; Megatron-LM has no limit."""
 
-LOSSES = ("aux", "row", "global", "z")
-REPORTED = (*LOSSES, "dropped", "chosen", "not_finite", "routed")
-"""A layer's report for a microbatch: sums over positions of losses without their coefficients; numbers of choices of
-experts that were dropped and of all choices; number of logits that are not finite; number of routed positions."""
+TOKENS = ("batch", "seq_residual", None)
+"""Logical axes of tokens [B, S, ...]: each device routes its own."""
 
 NEARLY_ZERO = -15.0
 """Below this, log softplus x is x - exp(x) / 2 to 1e-7 of its distance from x."""
@@ -59,6 +60,135 @@ class Routing(NamedTuple):
     """[T, k], in any order; 0 where the expert has no capacity left."""
     experts: Array
     """int32 [T, k]; E where the expert has no capacity left."""
+
+
+class RouterArrays(NamedTuple):
+    """The weights and observations of a router, and the keys of its random numbers; None for what it does not have."""
+
+    keys: Array | None
+    """uint32 [B, 2]: keys of the rows, for `sparse_mixer`."""
+    load: Array
+    """[2, E]: state of `ExpertLoad`."""
+    replayed: Array | None
+    """[2]: state of `ReplayReport`."""
+    report: Array
+    """[len(REPORTED)]: state of `RouterReport`."""
+    matrix: Array
+    """[D, E]."""
+    bias: Array | None
+    """[E]."""
+
+    def axes(self) -> Any:
+        """This pytree with the logical axes of each array in its place."""
+        axes: dict[str, Any] = {name: None if x is None else (None,) * x.ndim for name, x in self._asdict().items()}
+        axes["keys"] = None if self.keys is None else ("batch", None)
+        return RouterArrays(**axes)
+
+
+class TokensOfStep(NamedTuple):
+    """What is known of the tokens of a step beside their values; None for what is not."""
+
+    cache: Cache
+    """Leaves that keep the experts of each token, in a decoding step."""
+    experts: Array | None
+    """[B, S, k]: those of this layer in `Context.experts`."""
+    padding: Array | None
+    """bool [B, S]."""
+    rows: StepRows | None
+    """Of a decoding step."""
+
+    def axes(self) -> Any:
+        """This pytree with the logical axes of each array in its place."""
+        axes: dict[str, Any] = {"cache": dict.fromkeys(self.cache, (None, "batch", None, None))}
+        axes["experts"] = None if self.experts is None else TOKENS
+        axes["padding"] = None if self.padding is None else TOKENS[:2]
+        return TokensOfStep(**axes, rows=None if self.rows is None else self.rows.axes())
+
+    def real(self) -> Array | None:
+        """bool [T]: the tokens that are not padding; None: all."""
+        if self.rows is not None:
+            return self.rows.real()
+        return None if self.padding is None else ~self.padding.reshape(-1)
+
+    def written(self, experts: Array) -> Cache:
+        """The cache with the experts int32 [T, k] of the tokens."""
+        rows = self.rows
+        return (
+            self.cache if rows is None else {name: write(leaf, experts + 1, rows) for name, leaf in self.cache.items()}
+        )
+
+
+class Routed(NamedTuple):
+    """The choices of a router."""
+
+    tokens: RoutedTokens
+    report: dict[str, Array]
+    """Entries of REPORTED: parts of sums over all devices."""
+
+    def reported(self, dropped: Array) -> Array:
+        """float32 [len(REPORTED)]: the report, with the part of this device of the rows that were dropped later."""
+        report = self.report | {"dropped": self.report["dropped"] + dropped}
+        return jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses the experts of the tokens of a device."""
+
+    cfg: MoEConfig
+    axes: TokenAxes
+    copies: int
+    """Number of devices that route the same tokens."""
+    training: bool
+
+    def __call__(self, x: Array, router_input: Array, index: Array, arrays: RouterArrays, step: TokensOfStep) -> Routed:
+        """The routing of tokens [B, S, D]. Padding goes to no expert: all of it would go to the same few, on the same
+        devices. router_input: what the router reads of the tokens; index: int32 [S], positions in the row."""
+        cfg, axes, copies = self.cfg, self.axes, self.copies
+        values, real = x.reshape(-1, x.shape[-1]), step.real()
+        rows, flat = router_input.shape[0], router_input.reshape(-1, router_input.shape[-1]).astype(jnp.float32)
+        logits = jnp.matmul(flat, arrays.matrix.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        if arrays.bias is not None:
+            logits = logits + arrays.bias.astype(jnp.float32)[None]
+        load, scale = lax.stop_gradient(arrays.load), lax.stop_gradient(arrays.report[0])
+        balanced = balance(cfg.router, logits, rows, cfg.top_k, load[1], axes, real)
+        routed = len(flat) if real is None else jnp.sum(real, dtype=jnp.float32)
+        report = {"routed": jnp.float32(routed / copies), "dropped": jnp.zeros(())}
+        report["chosen"] = report["routed"] * cfg.top_k
+        report["not_finite"] = jnp.sum(~jnp.isfinite(logits)) / copies
+        if balanced is not None:
+            logits = add_gradient(logits, balanced.gradient * (scale / copies))
+            report |= {name: value * (balanced.tokens / copies) for name, value in balanced.values.items()}
+        routing = self._chosen(logits, load[0], index, arrays, real)
+        if step.experts is not None and arrays.replayed is not None:
+            flat_experts = step.experts.reshape(-1, cfg.top_k)
+            routing, numbers = replay(cfg.router, logits, flat_experts, routing.experts)
+            routing = routing._replace(weights=observe(routing.weights, arrays.replayed, numbers / copies))
+        routing = routing._replace(experts=only(real, routing.experts, cfg.experts))
+        tokens = counts(routing.experts, cfg.experts)
+        if cfg.router.capacity is not None:
+            routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes, real)
+            report["dropped"] = report["chosen"] - jnp.sum(routing.experts < cfg.experts) / copies
+        weights = observe(routing.weights, arrays.load, jnp.stack([jnp.zeros_like(tokens), tokens / copies]))
+        return Routed(RoutedTokens(values, weights, routing.experts), report)
+
+    def _chosen(self, logits: Array, bias: Array, index: Array, arrays: RouterArrays, real: Array | None) -> Routing:
+        cfg, draws = self.cfg, None
+        if arrays.keys is not None:
+            draws = drawn(arrays.keys, index, (cfg.top_k, cfg.experts + 1), 0, 1)
+            draws = draws.reshape(-1, *draws.shape[2:])
+        inputs = {"training": self.training, "index": index, "draws": draws, "real": real}
+        return choose(cfg.router, logits, cfg.top_k, bias, self.axes, **inputs)
+
+
+def drawn(row_keys: Array, index: Array, shape: tuple[int, ...], low: float, high: float) -> Array:
+    """Uniform numbers of each token, [B, S, *shape], from keys of rows uint32 [B, 2] and positions int32 [S]."""
+
+    def of_token(row: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
+        return jax.random.uniform(key, shape, minval=low, maxval=high)
+
+    return jax.vmap(jax.vmap(of_token, (None, 0)), (0, None))(row_keys, index)
 
 
 @jax.custom_vjp
@@ -258,7 +388,7 @@ def balance(
     that are not padding, which alone count; None: all.
     Gradients are those of a sum over tokens: of the mean times the number of tokens.
     """
-    coefficients = {"aux": cfg.aux_loss, "row": cfg.row_loss, "global": cfg.global_loss, "z": cfg.z_loss}
+    coefficients = cfg.coefficients()
     if not any(coefficients.values()):
         return None
     logits, number = lax.stop_gradient(logits), logits.shape[1]
@@ -329,90 +459,3 @@ def within_capacity(
             keep = lax.dynamic_slice_in_dim(keep, lax.axis_index(names) * size, size, dimension)
     keep = keep.reshape(routing.experts.shape)
     return Routing(jnp.where(keep, routing.weights, 0), jnp.where(keep, routing.experts, number))
-
-
-def load_measures() -> tuple[Measure, ...]:
-    """Metrics of the state [L, 2, E] of ExpertLoad."""
-    return (
-        Measure(name="expert_load_max_over_mean", of=max_over_mean, over_layers="max", label="load", format="{:.2f}x"),
-        Measure(name="expert_load_entropy", of=entropy, over_layers="min"),
-        Measure(name="expert_tokens", of=tokens),
-    )
-
-
-def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...]:
-    """Metrics of the state [L, len(REPORTED)] of RouterReport.
-
-    losses: names of the router's losses; setting: raised to drop fewer tokens, "" if none is dropped.
-    """
-    warning = f"{{value:.2%}} of token-expert assignments were dropped: the experts were full; raise {setting}"
-    return (
-        Measure(
-            name="dropped_share",
-            of=partial(over, "dropped", "chosen"),
-            label="dropped",
-            format="{:.1%}",
-            above=0.0,
-            warning=warning if setting else "",
-        ),
-        *(Measure(name=f"router_{name}_loss", of=partial(over, name, "routed")) for name in losses),
-        Measure(
-            name="router_not_finite",
-            of=partial(column, "not_finite"),
-            over_layers="sum",
-            fault="logits of the router",
-        ),
-    )
-
-
-def replay_measures() -> tuple[Measure, ...]:
-    """Metrics of the state [L, 2] of ReplayReport."""
-
-    def share(numbers: np.ndarray) -> np.ndarray:
-        return divided(numbers[:, 1], numbers[:, 0])
-
-    return (Measure(name="router_replay_differs", of=share),)
-
-
-def losses_of(cfg: MoEConfig) -> tuple[str, ...]:
-    """The losses of a router, a subset of LOSSES."""
-    return tuple(name for name in LOSSES if getattr(cfg.router, f"{name}_loss"))
-
-
-def setting_of_room(cfg: MoEConfig) -> str:
-    """The settings that limit the tokens of experts; "" if no token is ever dropped."""
-    settings = ["router.capacity.factor"] * (cfg.router.capacity is not None)
-    return " and ".join([*settings, *["dispatch.room"] * (cfg.dispatch.room is not None)])
-
-
-def tokens(load: np.ndarray) -> np.ndarray:
-    """[L, E]: tokens of each expert in the last step."""
-    return load[:, 1]
-
-
-def max_over_mean(load: np.ndarray) -> np.ndarray:
-    """[L]: maximum over mean number of tokens per expert; nan before the first step."""
-    return divided(tokens(load).max(-1), tokens(load).mean(-1))
-
-
-def entropy(load: np.ndarray) -> np.ndarray:
-    """[L]: entropy of the experts' shares of tokens, over log E: 1 for equal loads, 0 if one expert gets all tokens."""
-    shares = divided(tokens(load), tokens(load).sum(-1, keepdims=True))
-    # 0 log 0 is 0.
-    terms = -shares * np.log(np.where(shares == 0, 1, shares))
-    return divided(terms.sum(-1), np.full(len(load), np.log(load.shape[-1])))
-
-
-def column(name: str, report: np.ndarray) -> np.ndarray:
-    """[L]: an entry of REPORTED."""
-    return report[:, REPORTED.index(name)]
-
-
-def over(name: str, divisor: str, report: np.ndarray) -> np.ndarray:
-    """[L]: an entry of REPORTED over another."""
-    return divided(column(name, report), column(divisor, report))
-
-
-def divided(x: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """x / by; nan where `by` is 0."""
-    return np.divide(x, by, out=np.full(np.broadcast_shapes(x.shape, by.shape), np.nan), where=by != 0)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megajax.config.bounds import Positive
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.layers.checks import above_zero
 from megajax.layers.facts import Weight
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerNormConfig(Builds):
     """Mean and variance normalisation with gain and, usually, bias (Ba et al. 2016).
 
@@ -17,7 +17,7 @@ class LayerNormConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.norm.module:LayerNorm"
-    epsilon: float = 1e-5
+    epsilon: Positive = 1e-5
     """Added to the variance."""
     zero_centred: bool = False
     """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
@@ -28,10 +28,8 @@ class LayerNormConfig(Builds):
     """Add a bias; false in Cohere's models."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(epsilon=self.epsilon)
-        if self.bias and not self.gain:
-            problems.append(Problem("bias", "needs a gain, and gain=false", "set it to false"))
-        return problems
+        without = self.bias and not self.gain
+        return [Problem("bias", "needs a gain, and gain=false", "set it to false")] if without else []
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """Weights of a norm over a dimension of this size and logical axis."""
@@ -39,7 +37,7 @@ class LayerNormConfig(Builds):
         return tuple(Weight(name, (size,), (axis,)) for name in names)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RMSNormConfig(Builds):
     """Root-mean-square normalisation with gain (Zhang and Sennrich 2019).
 
@@ -47,20 +45,17 @@ class RMSNormConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.norm.module:RMSNorm"
-    epsilon: float = 1e-5
+    epsilon: Positive = 1e-5
     """Added to the mean square."""
     zero_centred: bool = False
     """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(epsilon=self.epsilon)
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """Weights of a norm over a dimension of this size and logical axis."""
         return (Weight("gain", (size,), (axis,)),)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class L2NormConfig(Builds):
     """Root-mean-square normalisation without weights, as Llama 4 has it on queries and keys.
 
@@ -68,11 +63,8 @@ class L2NormConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.norm.module:L2Norm"
-    epsilon: float = 1e-6
+    epsilon: Positive = 1e-6
     """Added to the mean square."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(epsilon=self.epsilon)
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """No weights."""
@@ -80,7 +72,7 @@ class L2NormConfig(Builds):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class IdentityNormConfig(Builds):
     """No normalisation, as after the sections of Megatron-LM's T5 without Transformer Engine.
 
@@ -89,16 +81,13 @@ class IdentityNormConfig(Builds):
 
     target: ClassVar[str] = "megajax.layers.norm.module:IdentityNorm"
 
-    def problems(self) -> list[Problem]:
-        return []
-
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """No weights."""
         del size, axis
         return ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerScaleConfig(Builds):
     """A learned factor for each channel of a sub-layer's output (Touvron et al. 2021, CaiT, section 2).
 
@@ -106,18 +95,15 @@ class LayerScaleConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.norm.module:LayerScale"
-    initial: float = 0.1
+    initial: Positive = 0.1
     """Initial value of the factors: 0.1 in InternViT, 1e-5 to 0.1 in CaiT."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(initial=self.initial)
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """Weights of a scale over a dimension of this size and logical axis."""
         return (Weight("gain", (size,), (axis,)),)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FixedScaleConfig(Builds):
     """A fixed factor on a sub-layer's output, as in Granite.
 
@@ -125,11 +111,8 @@ class FixedScaleConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.norm.module:FixedScale"
-    factor: float
+    factor: Positive
     """Factor on all elements."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(factor=self.factor)
 
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """No weights."""
@@ -137,27 +120,23 @@ class FixedScaleConfig(Builds):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SumWeightsConfig:
     """Fixed factors of the terms of a block's sums: the residual stream, and the output of a sub-layer.
 
     Example: `mj.SumWeightsConfig(mixer_stream=3.6, mlp_stream=3.6)`
     """
 
-    mixer_stream: float = 1.0
+    mixer_stream: Positive = 1.0
     """Factor on the stream where the mixer's output is added."""
-    mixer_output: float = 1.0
+    mixer_output: Positive = 1.0
     """Factor on the mixer's output."""
-    beside_output: float = 1.0
+    beside_output: Positive = 1.0
     """Factor on the output of the mixer `beside`."""
-    mlp_stream: float = 1.0
+    mlp_stream: Positive = 1.0
     """Factor on the stream where the feed-forward's output is added."""
-    mlp_output: float = 1.0
+    mlp_output: Positive = 1.0
     """Factor on the feed-forward's output."""
-
-    def problems(self) -> list[Problem]:
-        names = ("mixer_stream", "mixer_output", "beside_output", "mlp_stream", "mlp_output")
-        return above_zero(**{name: getattr(self, name) for name in names})
 
     def of(self, name: str) -> tuple[float, float]:
         """Factors of the stream and of the output of a sub-layer; 1 for cross-attention."""

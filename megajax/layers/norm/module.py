@@ -4,7 +4,6 @@ Weights are [D] with the axis "embed", as on the residual stream; `size` and `ax
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,19 +123,19 @@ def _row(weight: Array, x: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normalised(epsilon: float, dtype: Any, x: Array, factor: Array, bias: Array) -> Array:
+def _normalised(epsilon: float, dtype: jnp.dtype, x: Array, factor: Array, bias: Array) -> Array:
     """(x - mean) / sqrt(variance + epsilon) * factor + bias: x [..., D], factor and bias float32 [1, ..., D]."""
     return _forward(epsilon, dtype, x, factor, bias)[0]
 
 
-def _forward(epsilon: float, dtype: Any, x: Array, factor: Array, bias: Array) -> tuple[Array, tuple[Array, ...]]:
+def _forward(epsilon: float, dtype: jnp.dtype, x: Array, factor: Array, bias: Array) -> tuple[Array, tuple[Array, ...]]:
     full = x.astype(jnp.float32)
     mean = full.mean(-1, keepdims=True)
     scale = lax.rsqrt(jnp.square(full - mean).mean(-1, keepdims=True) + epsilon)
     return ((full - mean) * scale * factor + bias).astype(dtype), (x, factor, mean, scale)
 
 
-def _backward(epsilon: float, dtype: Any, saved: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array]:
+def _backward(epsilon: float, dtype: jnp.dtype, saved: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array]:
     """The barrier keeps the compiler from fusing the statistics with the normalised values, which it would then write
     to memory in float32 for the sums over rows."""
     del epsilon, dtype

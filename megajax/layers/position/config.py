@@ -2,55 +2,53 @@
 
 from dataclasses import dataclass
 from math import log, sqrt
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from megajax.config.bounds import Bounds, Index, Positive, Size
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.layers.checks import above_zero
 from megajax.layers.facts import Weight
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Llama3ScalingConfig:
     """Llama 3.1's scaling of low RoPE frequencies for longer sequences (Llama team 2024).
 
     Example: `mj.RopeConfig(base=500000.0, scaling=mj.Llama3ScalingConfig())`
     """
 
-    factor: float = 8.0
+    factor: Positive = 8.0
     """Divisor of the lowest frequencies."""
-    low: float = 1.0
+    low: Positive = 1.0
     """Frequencies with wavelengths above original/low are scaled by the whole factor."""
-    high: float = 4.0
+    high: Positive = 4.0
     """Frequencies with wavelengths below original/high are not scaled."""
-    original: int = 8192
+    original: Size = 8192
     """Sequence length of the training before the extension."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(factor=self.factor, low=self.low, high=self.high, original=self.original)
-        if not problems and self.low > self.high:
-            problems.append(Problem("low", f"must be at most high, got low={self.low} and high={self.high}"))
-        return problems
+        message = f"must be at most high, got low={self.low} and high={self.high}"
+        return [Problem("low", message)] if self.low > self.high else []
 
     def magnitude(self) -> float:
         """Factor on rotated queries and keys."""
         return 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class YarnScalingConfig:
     """YaRN: interpolates low frequencies, keeps high ones, and scales rotated heads (Peng et al. 2023).
 
     Example: `mj.RopeConfig(scaling=mj.YarnScalingConfig(factor=40.0, original=4096))`
     """
 
-    factor: float
+    factor: Positive
     """Divisor of the lowest frequencies."""
-    original: int = 4096
+    original: Size = 4096
     """Sequence length of the training before the extension."""
-    fast: float = 32.0
+    fast: Positive = 32.0
     """Dimensions with more rotations than this over the original length are not interpolated."""
-    slow: float = 1.0
+    slow: Positive = 1.0
     """Dimensions with fewer rotations than this are interpolated by the whole factor."""
     rounded: bool = True
     """The bounds of the ramp between the two are rounded outwards to whole dimensions."""
@@ -61,8 +59,8 @@ class YarnScalingConfig:
     scores by its square instead."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(factor=self.factor, original=self.original, fast=self.fast, slow=self.slow)
-        if not problems and self.slow > self.fast:
+        problems = []
+        if self.slow > self.fast:
             problems.append(Problem("slow", f"must be at most fast, got slow={self.slow} and fast={self.fast}"))
         if (self.mscale is None) != (self.mscale_all is None):
             problems.append(
@@ -81,7 +79,7 @@ class YarnScalingConfig:
         return self.mscale_factor(self.mscale) / self.mscale_factor(self.mscale_all)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LongRopeScalingConfig:
     """LongRoPE: a divisor for each frequency, of one set for short and one for long texts (Ding et al. 2024).
 
@@ -90,23 +88,20 @@ class LongRopeScalingConfig:
     Example: `mj.LongRopeScalingConfig(short=(1.0, 1.0), long=(1.0, 8.0), original=4096, factor=32.0)`
     """
 
-    short: tuple[float, ...]
+    short: tuple[Positive, ...]
     """Divisors of the frequencies, from the highest on."""
-    long: tuple[float, ...]
+    long: tuple[Positive, ...]
     """The same for texts longer than the original length."""
-    original: int = 4096
+    original: Size = 4096
     """Sequence length of the training before the extension."""
-    factor: float = 1.0
+    factor: Positive = 1.0
     """Length after the extension, divided by the original one."""
-    attention: float | None = None
+    attention: Positive | None = None
     """Factor on rotated queries and keys; none: sqrt(1 + ln(factor) / ln(original)), or 1 if factor is at most 1."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(original=self.original, factor=self.factor, attention=self.attention)
-        if len(self.short) != len(self.long) or not self.short or min(*self.short, *self.long) <= 0:
-            message = f"must be as many numbers above 0 as long, got {len(self.short)} and {len(self.long)} numbers"
-            problems.append(Problem("short", message))
-        return problems
+        message = f"must be as many numbers above 0 as long, got {len(self.short)} and {len(self.long)} numbers"
+        return [] if 0 < len(self.short) == len(self.long) else [Problem("short", message)]
 
     def divisors(self, length: int | None) -> tuple[float, ...]:
         """The divisors of a model for texts up to this length; None: for short ones."""
@@ -119,7 +114,7 @@ class LongRopeScalingConfig:
         return sqrt(1 + log(self.factor) / log(self.original)) if self.factor > 1 else 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig(Builds):
     """Rotary positions (Su et al. 2021).
 
@@ -127,22 +122,16 @@ class RopeConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.position.module:Rope"
-    base: float = 10000.0
+    base: Positive = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
     scaling: Llama3ScalingConfig | YarnScalingConfig | LongRopeScalingConfig | None = None
     """Scaling of frequencies for long sequences; none: no scaling."""
-    fraction: float = 1.0
+    fraction: Annotated[float, Bounds(above=0, at_most=1)] = 1.0
     """Share of each head that is rotated, from its first dimension on; the rest has no positions."""
     interleaved: bool = False
     """Rotate pairs of adjacent dimensions; otherwise pairs of one dimension from each half."""
-    interpolation: float = 1.0
+    interpolation: Positive = 1.0
     """Positions are divided by this (Chen et al. 2023)."""
-
-    def problems(self) -> list[Problem]:
-        problems = above_zero(base=self.base, interpolation=self.interpolation)
-        if not 0 < self.fraction <= 1:
-            problems.append(Problem("fraction", f"must be above 0 and at most 1, got {self.fraction}"))
-        return problems
 
     def rotated(self, size: int) -> int:
         """Dimensions of a head of this size that are rotated."""
@@ -150,7 +139,7 @@ class RopeConfig(Builds):
 
     def head_problems(self, size: int) -> list[Problem]:
         """Problems of rotating heads of this size."""
-        if 0 < self.fraction <= 1 and (self.rotated(size) % 2 or self.rotated(size) < 2):
+        if self.rotated(size) % 2 or self.rotated(size) < 2:
             share = "" if self.fraction == 1 else f", {self.fraction:g} of {size}"
             message = f"rotary positions need an even head size, got {self.rotated(size)}{share}"
             return [Problem("rope", message, "set rope.fraction so that fraction x head size is even")]
@@ -160,7 +149,7 @@ class RopeConfig(Builds):
         return []
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class InterleavedRopeConfig(RopeConfig):
     """Rotary positions along time, rows and columns of images: the frequencies take turns (Qwen3-VL, Bai et al. 2025).
 
@@ -170,24 +159,19 @@ class InterleavedRopeConfig(RopeConfig):
     """
 
     target: ClassVar[str] = "megajax.layers.position.module:InterleavedRope"
-    sections: tuple[int, ...] = (24, 20, 20)
+    sections: tuple[Index, Index, Index] = (24, 20, 20)
     """Number of frequencies of time, rows and columns: every third frequency, from the second on, is of rows, and from
     the third on of columns, up to these numbers; the others are of time."""
-
-    def problems(self) -> list[Problem]:
-        if len(self.sections) != 3 or min(self.sections) < 0:
-            return [Problem("sections", f"must be three numbers of at least 0, got {self.sections}")]
-        return RopeConfig.problems(self)
 
     def head_problems(self, size: int) -> list[Problem]:
         """Problems of rotating heads of this size."""
         if sum(self.sections) != self.rotated(size) // 2:
             message = f"{self.sections} are {sum(self.sections)} frequencies, a head has {self.rotated(size) // 2}"
             return [Problem("rope.sections", message)]
-        return RopeConfig.head_problems(self, size)
+        return super().head_problems(size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AxialRopeConfig(RopeConfig):
     """Rotary positions of patches: half of each head is rotated by the row, the other half by the column.
 
@@ -200,10 +184,10 @@ class AxialRopeConfig(RopeConfig):
         """Problems of rotating heads of this size."""
         if self.rotated(size) % 4:
             return [Problem("rope", f"rows and columns need a head size divisible by 4, got {self.rotated(size)}")]
-        return RopeConfig.head_problems(self, size)
+        return super().head_problems(size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TemperatureConfig:
     """A factor on queries that grows with their position p: 1 + scale ln(1 + floor((p + first) / length)) (Llama 4).
 
@@ -212,18 +196,15 @@ class TemperatureConfig:
     Example: `mj.AttentionConfig(heads=8, temperature=mj.TemperatureConfig())`
     """
 
-    scale: float = 0.1
+    scale: Positive = 0.1
     """Factor on the logarithm."""
-    length: int = 8192
+    length: Size = 8192
     """Positions from one value of the factor to the next."""
     first: int = 1
     """What the first position counts as: 1 in Llama 4, 0 in Ministral 3."""
 
-    def problems(self) -> list[Problem]:
-        return above_zero(scale=self.scale, length=self.length)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RelativeBiasConfig(Builds):
     """A learned bias on scores by head and distance (T5, Raffel et al. 2020, section 2.1).
 
@@ -257,7 +238,7 @@ class RelativeBiasConfig(Builds):
         return (Weight("table", (self.buckets, heads), (None, "heads")),)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AlibiConfig(Builds):
     """A fixed bias on scores: minus the distance times a slope of each head (ALiBi, Press et al. 2022).
 
@@ -270,11 +251,8 @@ class AlibiConfig(Builds):
     target: ClassVar[str] = "megajax.layers.position.module:Alibi"
     shared: ClassVar[bool] = False
     both_ways: ClassVar[bool] = True
-    factor: float = 1.0
+    factor: Positive = 1.0
     """Factor on all slopes; 1 / sqrt(head size) in Falcon."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(factor=self.factor)
 
     def weights(self, heads: int) -> tuple[Weight, ...]:
         """None."""

@@ -10,7 +10,7 @@ GROUPS = {"int4": 128, "nf4": 64}
 """Format with a scale for each group of inputs -> inputs of a group by default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantizationConfig(Builds):
     """Weight matrices in 8 or 4 bits, from `python -m megajax.convert --quantize` or made while weights are loaded.
 

@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import eq
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from megajax.config.bounds import NotEmpty, Size
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.layers.block.config import BlockConfig, shared_bias
-from megajax.layers.checks import LARGEST
 from megajax.layers.facts import Weight
 from megajax.layers.position.config import RelativeBiasConfig
 
@@ -17,7 +17,7 @@ type Pattern = tuple[int, ...]
 """Blocks by number; equal blocks have the same number."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StackConfig(Builds):
     """`pattern` is unrolled in Python and scanned over `repeats`: (dense, moe) x 16 is 32 layers.
 
@@ -25,18 +25,13 @@ class StackConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.stack.stack:Stack"
-    pattern: tuple[BlockConfig, ...]
+    pattern: Annotated[tuple[BlockConfig, ...], NotEmpty(problem="needs at least one block")]
     """Blocks that are repeated together."""
-    repeats: int
+    repeats: Size
     """How many times the pattern is applied; layers = len(pattern) * repeats."""
 
     def problems(self) -> list[Problem]:
-        problems = []
-        if not self.pattern:
-            problems.append(Problem("pattern", "needs at least one block"))
-        if not 1 <= self.repeats <= LARGEST:
-            problems.append(Problem("repeats", f"must be between 1 and {LARGEST}, got {self.repeats}"))
-        return problems + table_problems("pattern", self.pattern)
+        return table_problems("pattern", self.pattern)
 
     def parts(self) -> tuple["StackConfig", ...]:
         """The segments of the stack: itself."""
@@ -82,7 +77,7 @@ class StackConfig(Builds):
         return table_weights(self.pattern)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SegmentsConfig(Builds):
     """Consecutive stacks, each scanned: hybrids whose layers are not one repeated pattern.
 
@@ -93,12 +88,10 @@ class SegmentsConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.layers.stack.stack:Stack"
-    segments: tuple[StackConfig, ...]
+    segments: Annotated[tuple[StackConfig, ...], NotEmpty(problem="needs at least one")]
     """From the first layer to the last."""
 
     def problems(self) -> list[Problem]:
-        if not self.segments:
-            return [Problem("segments", "needs at least one")]
         return table_problems("segments", self.pattern)
 
     def parts(self) -> tuple[StackConfig, ...]:

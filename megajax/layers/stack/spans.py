@@ -21,7 +21,7 @@ type PerChunk = int | np.ndarray
 """Equal in all chunks of a pipeline, or int32 [chunks] in the order of the model."""
 
 
-class Place(NamedTuple):
+class BlockRows(NamedTuple):
     """Rows of the stacked weights for a block of a pattern: unit n has the rows from start + n * stride."""
 
     block: int
@@ -44,11 +44,11 @@ class Segment(NamedTuple):
     starts: tuple[int, ...]
     """For each block of the pattern, the row of the first layer."""
 
-    def places(self, begin: int = 0, repeats: int = 1) -> tuple[Place, ...]:
+    def places(self, begin: int = 0, repeats: int = 1) -> tuple[BlockRows, ...]:
         """Rows of the units from repeat `begin`, with this many repeats each."""
         counts = [self.blocks.count(block) for block in self.blocks]
         return tuple(
-            Place(block, start + begin * count, repeats * count, self.repeats)
+            BlockRows(block, start + begin * count, repeats * count, self.repeats)
             for block, start, count in zip(self.blocks, self.starts, counts, strict=True)
         )
 
@@ -63,7 +63,7 @@ class Span(NamedTuple):
     unit: Unit
     unroll: int
     """Units per iteration of the compiled loop."""
-    places: tuple[Place, ...]
+    places: tuple[BlockRows, ...]
     """For each block of the pattern."""
     layer: PerChunk | None
     """Number of the first layer; None: given by the row of the first weight."""

@@ -11,7 +11,7 @@ There are three loops over layers, because they do different things with the row
   would add a gradient of the size of all layers in each iteration, and save a copy of each row.
 - `Stack.step` and `remember` carry caches, which a loop updates in place, and index the rows, which a GPU's matmul
   reads in place. A scan would copy the rows of patterns with equal blocks, in every decoding step.
-- `megajax.pipeline.layer_loop` trains: it runs `jax.vjp` layer by layer, and adds gradients in place.
+- `megajax.pipeline.layer_forward_backward` trains: it runs `jax.vjp` layer by layer, and adds gradients in place.
 
 All call the same blocks. Training differentiates units, functions of the weights of the repeats that are recomputed
 together under a save policy. A span is a run of units that differ in nothing but their rows.

@@ -22,7 +22,7 @@ def over_context(x: Array) -> Array:
 over_context.defvjp(lambda x: (over_context(x), None), lambda _, dy: (over_context(dy),))
 
 
-class Answers:
+class AnswerTokens:
     """The answers of a microbatch.
 
     Attributes:

@@ -1,18 +1,18 @@
 """Configs of losses of whole answers, and of decoders trained by one; imports neither jax nor flax."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import inf
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from megajax.batch import Leaf
+from megajax.config.bounds import BelowOne, Count, NotNegative, Positive, Share
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import CacheLeaf
-from megajax.layers.checks import above_zero, below_one
 from megajax.layers.moe.config import MoEConfig
 from megajax.models.decoder.config import DecoderConfig
+from megajax.models.transformer import settings_of
 
 PAIR_KINDS = 2
 """Answers of a pair: the chosen and the rejected one. The leaf `pairs` has 1 + 2 * pair + kind at their tokens."""
@@ -32,7 +32,7 @@ class ObjectiveConfig(Protocol):
     """A loss of whole answers."""
 
     def build(self) -> Any:
-        """The loss: a `megajax.models.answers.objectives.Objective`."""
+        """The loss: a `megajax.models.answers.objectives.AnswerObjective`."""
         ...
 
     def leaves(self, length: int) -> dict[str, Leaf]:
@@ -42,12 +42,6 @@ class ObjectiveConfig(Protocol):
     def first_loss(self) -> str:
         """The expected loss of the first step, for the banner; "" if it depends on the weights."""
         ...
-
-
-def not_negative(**settings: float) -> list[Problem]:
-    """A problem for each setting that is not a finite number of at least 0."""
-    illegal = {name: value for name, value in settings.items() if not 0 <= value < inf}
-    return [Problem(name, f"must be a number of at least 0, got {value}") for name, value in illegal.items()]
 
 
 def pair_leaves(length: int) -> dict[str, Leaf]:
@@ -60,7 +54,7 @@ def reference_leaf(length: int) -> dict[str, Leaf]:
     return {"reference": token_leaf("float32", length)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DPOConfig(Builds):
     """Direct preference optimization (Rafailov et al. 2023) and its variants, relative to a reference model.
 
@@ -73,21 +67,21 @@ class DPOConfig(Builds):
         "sigmoid"
     )
     """sigmoid: DPO; with label_smoothing conservative DPO. The others: see docs/tuning.md."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Factor on the log-ratios of policy and reference: the larger, the closer the policy stays to the reference. With
     ipo, the target of the margin per token is 1 / (2 beta)."""
-    label_smoothing: float = 0.0
+    label_smoothing: BelowOne = 0.0
     """Share of the pairs whose answers are taken to be swapped; read by sigmoid, robust and exo_pair."""
     divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] = "reverse_kl"
     """Divergence from the reference that is penalised (Wang et al. 2023, f-DPO)."""
-    length_weight: float = 1.0
+    length_weight: NotNegative = 1.0
     """Weight of the tokens of the longer answer beyond the length of the shorter one (Liu et al. 2024, LD-DPO); 1: all
     tokens count alike."""
-    sft_weight: float = 0.0
+    sft_weight: NotNegative = 0.0
     """Weight of an additional cross-entropy of the chosen answers, as a mean over their tokens."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(beta=self.beta) + below_one(label_smoothing=self.label_smoothing)
+        problems = []
         if self.label_smoothing >= 0.5 and self.loss == "robust":
             problems.append(
                 Problem("label_smoothing", f"must be below 0.5 with loss=robust, got {self.label_smoothing}")
@@ -96,7 +90,7 @@ class DPOConfig(Builds):
             problems.append(Problem("label_smoothing", "must be above 0 with loss=exo_pair", "use 1e-3"))
         if self.label_smoothing and self.loss not in ("sigmoid", "robust", "exo_pair"):
             problems.append(Problem("label_smoothing", f"has no effect with loss={self.loss}", "set it to 0"))
-        return problems + not_negative(length_weight=self.length_weight, sft_weight=self.sft_weight)
+        return problems
 
     def leaves(self, length: int) -> dict[str, Leaf]:
         """The pairs, and the log-probabilities of the reference model."""
@@ -108,7 +102,7 @@ class DPOConfig(Builds):
         return "ln 2 = 0.693" if plain else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ORPOConfig(Builds):
     """Odds ratio preference optimization (Hong et al. 2024): cross-entropy of chosen answers plus an odds ratio term.
 
@@ -119,11 +113,8 @@ class ORPOConfig(Builds):
 
     target: ClassVar[str] = "megajax.models.answers.objectives:ORPO"
 
-    weight: float = 0.1
+    weight: Positive = 0.1
     """Weight of the odds ratio term (lambda in the paper, beta in TRL)."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(weight=self.weight)
 
     def leaves(self, length: int) -> dict[str, Leaf]:
         """The pairs."""
@@ -134,7 +125,7 @@ class ORPOConfig(Builds):
         return ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SimPOConfig(Builds):
     """Simple preference optimization (Meng et al. 2024), without a reference model.
 
@@ -143,20 +134,16 @@ class SimPOConfig(Builds):
 
     target: ClassVar[str] = "megajax.models.answers.objectives:SimPO"
 
-    beta: float = 2.0
+    beta: Positive = 2.0
     """Factor on the difference of log-probabilities."""
-    gamma: float = 1.0
+    gamma: NotNegative = 1.0
     """The margin that beta times the difference should exceed."""
     average: Literal["tokens", "none"] = "tokens"
     """tokens: mean log-probabilities per token; none: sums. With none and gamma=0 this is CPO (Xu et al. 2024)."""
-    label_smoothing: float = 0.0
+    label_smoothing: BelowOne = 0.0
     """Share of the pairs whose answers are taken to be swapped."""
-    sft_weight: float = 0.0
+    sft_weight: NotNegative = 0.0
     """Weight of an additional cross-entropy of the chosen answers, as a mean over their tokens."""
-
-    def problems(self) -> list[Problem]:
-        problems = above_zero(beta=self.beta) + below_one(label_smoothing=self.label_smoothing)
-        return problems + not_negative(gamma=self.gamma, sft_weight=self.sft_weight)
 
     def leaves(self, length: int) -> dict[str, Leaf]:
         """The pairs."""
@@ -167,7 +154,7 @@ class SimPOConfig(Builds):
         return ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class KTOConfig(Builds):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024) of single answers that are good or bad.
 
@@ -176,17 +163,12 @@ class KTOConfig(Builds):
 
     target: ClassVar[str] = "megajax.models.answers.objectives:KTO"
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Factor on the log-ratios of policy and reference."""
-    desirable_weight: float = 1.0
+    desirable_weight: Positive = 1.0
     """Weight of the losses of good answers."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Positive = 1.0
     """Weight of the losses of bad answers."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(
-            beta=self.beta, desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight
-        )
 
     def leaves(self, length: int) -> dict[str, Leaf]:
         """The judged answers, and the log-probabilities of the reference model."""
@@ -197,7 +179,7 @@ class KTOConfig(Builds):
         return "0.5" if self.desirable_weight == self.undesirable_weight == 1 else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GRPOConfig(Builds):
     """Group relative policy optimization (Shao et al. 2024) of sampled answers, and its variants.
 
@@ -215,21 +197,21 @@ class GRPOConfig(Builds):
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratios of tokens, or the same one for all tokens of an answer: the exponential of the mean difference.
     With sequence, a step costs one more product with the head."""
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped where the advantage is negative."""
-    clip_high: float = 0.2
+    clip_high: Positive = 0.2
     """Ratios above 1 + clip_high are clipped where the advantage is positive; with cispo the largest ratio itself."""
     average: Literal["answers", "tokens", "length"] = "answers"
     """answers: the mean over answers of means over their tokens. tokens: the mean over all tokens. length: sums over
     the tokens of answers, divided by `length` and averaged over answers."""
-    length: int = 1
+    length: Count = 1
     """Tokens by which sums are divided with average=length: the most tokens of an answer."""
-    kl_weight: float = 0.0
+    kl_weight: NotNegative = 0.0
     """Weight of the KL divergence from the reference model, the weights that the run starts from; estimated by k3
     (Schulman 2020) and not clipped."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Divisor of the logits: answers are sampled from these probabilities, and all log-probabilities are of them."""
-    entropy_weight: float = 0.0
+    entropy_weight: NotNegative = 0.0
     """Weight of the mean entropy of answer tokens, which is subtracted from the loss: the model goes on exploring."""
 
     router_replay: Literal["off", "rollout"] = "off"
@@ -237,14 +219,9 @@ class GRPOConfig(Builds):
     experts are those of the present router, which gets gradients. off: routers choose again."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(clip_high=self.clip_high, temperature=self.temperature)
-        problems += not_negative(kl_weight=self.kl_weight, entropy_weight=self.entropy_weight)
+        problems = []
         if self.entropy_weight and self.ratio == "sequence":
             problems.append(Problem("entropy_weight", "has no effect with ratio=sequence", "set it to 0"))
-        if not 0 <= self.clip_low <= 1:
-            problems.append(Problem("clip_low", f"must be between 0 and 1, got {self.clip_low}"))
-        if self.length < 1:
-            problems.append(Problem("length", f"must be at least 1, got {self.length}"))
         if self.length > 1 and self.average != "length":
             problems.append(Problem("length", f"has no effect with average={self.average}", "use average=length"))
         if self.loss == "cispo" and self.ratio == "sequence":
@@ -262,7 +239,7 @@ class GRPOConfig(Builds):
         return ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AnswerDecoderConfig(DecoderConfig):
     """A decoder trained by a loss of whole answers in place of the cross-entropy of tokens. Its weights are the same.
 
@@ -274,7 +251,7 @@ class AnswerDecoderConfig(DecoderConfig):
     """The loss of answers."""
 
     def problems(self) -> list[Problem]:
-        problems = DecoderConfig.problems(self)
+        problems = super().problems()
         if self.prediction is not None:
             problems.append(Problem("prediction", "has no loss of whole answers", "set it to none"))
         for name in ("label_smoothing", "z_loss"):
@@ -318,7 +295,7 @@ class AnswerDecoderConfig(DecoderConfig):
 
     def cache_leaves(self, tensor: int, drafts: int = 0) -> tuple[CacheLeaf, ...]:
         """Those of layers, and the experts of tokens where rollouts give them to training."""
-        leaves = DecoderConfig.cache_leaves(self, tensor, drafts)
+        leaves = super().cache_leaves(tensor, drafts)
         return (*leaves, *self.expert_leaves()) if self.replays_experts() else leaves
 
     def first_loss(self) -> str:
@@ -327,7 +304,7 @@ class AnswerDecoderConfig(DecoderConfig):
 
     def schema(self) -> dict[str, Leaf]:
         """The leaves of text, and those of the objective."""
-        schema = {**DecoderConfig.schema(self), **self.objective.leaves(self.sequence_length)}
+        schema = {**super().schema(), **self.objective.leaves(self.sequence_length)}
         if self.replays_experts():
             most = max((leaf.shape[0] for leaf in self.expert_leaves()), default=0)
             shape = (self.sequence_length, self.stack.layers(), most)
@@ -345,4 +322,4 @@ def with_objective(model: DecoderConfig, objective: ObjectiveConfig) -> AnswerDe
 
     Example: `mj.with_objective(mj.llama3("8b"), mj.DPOConfig(beta=0.1))`
     """
-    return AnswerDecoderConfig(objective=objective, **{f.name: getattr(model, f.name) for f in fields(model)})
+    return AnswerDecoderConfig(objective=objective, **settings_of(model))

@@ -8,7 +8,7 @@ from megajax.batch import Loss, Rows
 from megajax.layers.context import Context
 from megajax.mesh.layout import Layout
 from megajax.models.answers.config import AnswerDecoderConfig
-from megajax.models.answers.objectives import Objective, Terms, TokenObjective
+from megajax.models.answers.objectives import AnswerObjective, LossTerms, TokenObjective
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.reduction import LossReduction
 
@@ -18,7 +18,7 @@ class AnswerDecoder(DecoderLM):
 
     def __init__(self, cfg: AnswerDecoderConfig, layout: Layout):
         super().__init__(cfg, layout)
-        self.objective: Objective = cfg.objective.build()
+        self.objective: AnswerObjective = cfg.objective.build()
         self.temperature: float = getattr(cfg.objective, "temperature", 1.0)
 
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
@@ -34,7 +34,7 @@ class AnswerDecoder(DecoderLM):
             return self._token_loss(self.objective, x, batch, reduction)
         log_p, _ = self.token_scores(x, labels, self.temperature)
 
-        def objective(log_p: Array) -> tuple[Array, Terms]:
+        def objective(log_p: Array) -> tuple[Array, LossTerms]:
             terms = self.objective(log_p, batch)
             return terms.loss, terms
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from megajax.batch import Rows
 from megajax.mesh.collectives import token_axes
-from megajax.models.answers.answers import Answers, mean_of
+from megajax.models.answers.answers import AnswerTokens, mean_of
 from megajax.models.answers.config import JUDGED_KINDS, PAIR_KINDS, DPOConfig, KTOConfig, ORPOConfig, SimPOConfig
 from megajax.models.answers.preference_losses import (
     DIVERGENCES,
@@ -26,7 +26,7 @@ from megajax.models.answers.preference_losses import (
 type Sums = Mapping[str, tuple[Array, Array]]
 
 
-class Terms(NamedTuple):
+class LossTerms(NamedTuple):
     """This device's parts of the sums over the answers of a microbatch, float32 []."""
 
     loss: Array
@@ -36,11 +36,11 @@ class Terms(NamedTuple):
     """name -> (sum, weight) to report, `loss` among them."""
 
 
-class Objective(Protocol):
+class AnswerObjective(Protocol):
     """A loss of answers."""
 
-    def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """log_p float32 [B, S]: log-probability of each label; `Terms.loss` is differentiable in it."""
+    def __call__(self, log_p: Array, batch: Rows) -> LossTerms:
+        """log_p float32 [B, S]: log-probability of each label; `LossTerms.loss` is differentiable in it."""
         ...
 
 
@@ -51,12 +51,12 @@ class TokenObjective(Protocol):
     entropy_weight: float
     """This times the entropies, as a mean like that of the losses, is subtracted from the loss."""
 
-    def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """See `Objective`. The batch also has `entropy`, float32 [B, S]."""
+    def __call__(self, log_p: Array, batch: Rows) -> LossTerms:
+        """See `AnswerObjective`. The batch also has `entropy`, float32 [B, S]."""
         ...
 
     def weight(self, batch: Rows) -> Array:
-        """`Terms.weight`, float32 []."""
+        """`LossTerms.weight`, float32 []."""
         ...
 
     def facts(self, batch: Rows) -> Array:
@@ -68,11 +68,11 @@ class TokenObjective(Protocol):
         ...
 
 
-class Pairs:
+class PairObjective:
     """The pairs of a microbatch: sums over answers, and their metrics."""
 
     def __init__(self, batch: Rows):
-        self.answers = Answers(counted(batch, "pairs"), PAIR_KINDS)
+        self.answers = AnswerTokens(counted(batch, "pairs"), PAIR_KINDS)
         chosen, rejected = self.answers.tokens
         self.valid = (chosen > 0) & (rejected > 0)
         self.count = self.total(jnp.ones_like(chosen))
@@ -86,7 +86,7 @@ class Pairs:
         """Means over the tokens of the chosen and of the rejected answers [B, G]; x float32 [B, S]."""
         return [total / tokens for total, tokens in zip(self.answers.sums(x), self.lengths, strict=True)]
 
-    def terms(self, losses: Array, rewards: tuple[Array, Array], log_p: Array, more: Sums) -> Terms:
+    def terms(self, losses: Array, rewards: tuple[Array, Array], log_p: Array, more: Sums) -> LossTerms:
         """Losses and rewards of chosen and rejected answers [B, G] -> sums. more: further metrics."""
         log_ps, total, count = self.answers.sums(log_p), self.total(losses), self.count
         chosen, rejected = rewards
@@ -99,7 +99,7 @@ class Pairs:
             "log_p_chosen": self.total(log_ps[0]),
             "log_p_rejected": self.total(log_ps[1]),
         }
-        return Terms(total, count, {**{name: (value, count) for name, value in metrics.items()}, **more})
+        return LossTerms(total, count, {**{name: (value, count) for name, value in metrics.items()}, **more})
 
 
 class DPO:
@@ -108,9 +108,9 @@ class DPO:
     def __init__(self, cfg: DPOConfig):
         self.cfg = cfg
 
-    def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """See `Objective`."""
-        cfg, pairs, reference = self.cfg, Pairs(batch), batch["reference"]
+    def __call__(self, log_p: Array, batch: Rows) -> LossTerms:
+        """See `AnswerObjective`."""
+        cfg, pairs, reference = self.cfg, PairObjective(batch), batch["reference"]
         answers = pairs.answers
         weights = self.token_weights(answers, batch["positions"])
         ratios = answers.sums(weights * inside(answers, log_p - reference))
@@ -120,7 +120,7 @@ class DPO:
         rewards = cfg.beta * ratios[0], cfg.beta * ratios[1]
         return pairs.terms(losses, rewards, weights * inside(answers, log_p), kl_metric(answers, log_p, reference))
 
-    def token_weights(self, answers: Answers, positions: Array) -> Array:
+    def token_weights(self, answers: AnswerTokens, positions: Array) -> Array:
         """The weight of each token in the sums over its answer, float32 [B, S]."""
         shorter = jnp.minimum(*answers.tokens)
         beyond = positions - answers.first_positions(positions) >= answers.spread(shorter, shorter)
@@ -133,9 +133,9 @@ class ORPO:
     def __init__(self, cfg: ORPOConfig):
         self.cfg = cfg
 
-    def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """See `Objective`."""
-        weight, pairs = self.cfg.weight, Pairs(batch)
+    def __call__(self, log_p: Array, batch: Rows) -> LossTerms:
+        """See `AnswerObjective`."""
+        weight, pairs = self.cfg.weight, PairObjective(batch)
         log_p = inside(pairs.answers, log_p)
         chosen, rejected = pairs.means(log_p)
         odds = odds_ratio(chosen, rejected)
@@ -152,9 +152,9 @@ class SimPO:
     def __init__(self, cfg: SimPOConfig):
         self.cfg = cfg
 
-    def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """See `Objective`."""
-        cfg, pairs = self.cfg, Pairs(batch)
+    def __call__(self, log_p: Array, batch: Rows) -> LossTerms:
+        """See `AnswerObjective`."""
+        cfg, pairs = self.cfg, PairObjective(batch)
         log_p = inside(pairs.answers, log_p)
         means = pairs.means(log_p)
         chosen, rejected = means if cfg.average == "tokens" else pairs.answers.sums(log_p)
@@ -168,9 +168,9 @@ class KTO:
     def __init__(self, cfg: KTOConfig):
         self.cfg = cfg
 
-    def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """See `Objective`."""
-        cfg, answers, reference = self.cfg, Answers(counted(batch, "judged"), JUDGED_KINDS), batch["reference"]
+    def __call__(self, log_p: Array, batch: Rows) -> LossTerms:
+        """See `AnswerObjective`."""
+        cfg, answers, reference = self.cfg, AnswerTokens(counted(batch, "judged"), JUDGED_KINDS), batch["reference"]
         *ratios, mismatched = answers.sums(inside(answers, log_p - reference))
         *present, others = (tokens > 0 for tokens in answers.tokens)
         baseline = self.baseline(answers.total(mismatched), answers.total(others))
@@ -188,7 +188,7 @@ class KTO:
             "log_p_chosen": (answers.total(log_ps[0]), good),
             "log_p_rejected": (answers.total(log_ps[1]), bad),
         }
-        return Terms(total, count, metrics)
+        return LossTerms(total, count, metrics)
 
     def baseline(self, total: Array, count: Array) -> Array:
         """The mean log-ratio of answers to other prompts, at least 0; an estimate of KL(policy || reference)."""
@@ -201,12 +201,12 @@ def counted(batch: Rows, name: str) -> Array:
     return jnp.where(batch["loss_mask"] > 0, batch[name], 0)
 
 
-def inside(answers: Answers, x: Array) -> Array:
+def inside(answers: AnswerTokens, x: Array) -> Array:
     """x [B, S] with zeros outside answers, where it may be infinite."""
     return jnp.where(answers.inside, x, 0)
 
 
-def kl_metric(answers: Answers, log_p: Array, reference: Array) -> Sums:
+def kl_metric(answers: AnswerTokens, log_p: Array, reference: Array) -> Sums:
     """The k2 estimate of KL(policy || reference), a mean over the tokens of the given answers."""
     estimates = squared_ratio(inside(answers, log_p), inside(answers, reference))
     return {"kl": (answers.token_total(estimates), answers.token_total(jnp.ones_like(estimates)))}

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.batch import Rows
-from megajax.models.answers.answers import Answers, mean_of
+from megajax.models.answers.answers import AnswerTokens, mean_of
 from megajax.models.answers.config import GRPOConfig
-from megajax.models.answers.objectives import Objective, Terms, counted
+from megajax.models.answers.objectives import AnswerObjective, LossTerms, counted
 from megajax.models.answers.preference_losses import kl_estimate
 
 
-class Samples(NamedTuple):
+class SampledTokens(NamedTuple):
     """Sampled tokens, float32 [B, S]."""
 
     log_p: Array
@@ -46,7 +46,7 @@ class Clipped(NamedTuple):
     high: Array
 
 
-def importance_ratios(samples: Samples, answers: Answers, level: Literal["token", "sequence"]) -> Array:
+def importance_ratios(samples: SampledTokens, answers: AnswerTokens, level: Literal["token", "sequence"]) -> Array:
     """exp(log p - log p_old) [B, S] of each token; level sequence: of the mean over the token's answer.
 
     Sequence: Zheng et al. 2025, GSPO; the gradient of an answer's ratio reaches all of its tokens.
@@ -86,7 +86,9 @@ class Average(NamedTuple):
     weight: Array
 
 
-def averaged(losses: Array, answers: Answers, over: Literal["answers", "tokens", "length"], length: int = 1) -> Average:
+def averaged(
+    losses: Array, answers: AnswerTokens, over: Literal["answers", "tokens", "length"], length: int = 1
+) -> Average:
     """The sum of token losses and its divisor.
 
     over: answers: mean over answers of means over their tokens (GRPO, GSPO); tokens: mean over all tokens (DAPO, BNPO);
@@ -114,7 +116,7 @@ SMALL = 1e-20
 """Least divisor of metrics, which are 0 and not undefined in a step whose answers all do not count."""
 
 
-def policy_gradient(cfg: GRPOConfig) -> Objective:
+def policy_gradient(cfg: GRPOConfig) -> AnswerObjective:
     """The objective of a config."""
     return TokenPolicy(cfg) if cfg.ratio == "token" else AnswerPolicy(cfg)
 
@@ -125,11 +127,11 @@ class AnswerPolicy:
     def __init__(self, cfg: GRPOConfig):
         self.cfg = cfg
 
-    def __call__(self, log_p: Array, batch: Rows) -> Terms:
-        """See `Objective`."""
+    def __call__(self, log_p: Array, batch: Rows) -> LossTerms:
+        """See `AnswerObjective`."""
         cfg, answers = self.cfg, answers_of(batch)
         log_p = jnp.where(answers.inside, log_p, 0)
-        samples = Samples(log_p, jnp.where(answers.inside, batch["old_log_p"], 0), batch["advantage"])
+        samples = SampledTokens(log_p, jnp.where(answers.inside, batch["old_log_p"], 0), batch["advantage"])
         clipped = self.clipped(samples, importance_ratios(samples, answers, cfg.ratio))
         losses, reference = clipped.losses, batch.get("reference") if cfg.kl_weight else None
         more = {"clip_low": clipped.low, "clip_high": clipped.high, "policy_kl": kl_estimate(log_p, samples.old_log_p)}
@@ -142,9 +144,9 @@ class AnswerPolicy:
         total, weight = averaged(losses, answers, cfg.average, cfg.length)
         tokens = jnp.maximum(answers.token_total(jnp.ones_like(log_p)), SMALL)
         metrics = {name: (answers.token_total(values), tokens) for name, values in more.items()}
-        return Terms(total, weight, {"loss": (total, jnp.maximum(weight, SMALL)), **metrics})
+        return LossTerms(total, weight, {"loss": (total, jnp.maximum(weight, SMALL)), **metrics})
 
-    def clipped(self, samples: Samples, ratios: Array) -> Clipped:
+    def clipped(self, samples: SampledTokens, ratios: Array) -> Clipped:
         """The losses of tokens of any shape, without that of the divergence from a reference."""
         if self.cfg.loss == "cispo":
             return cispo(samples.log_p, ratios, samples.advantages, self.cfg.clip_high)
@@ -174,7 +176,7 @@ class TokenPolicy(AnswerPolicy):
         counts = factors != 0
 
         def total(log_p: Array) -> Array:
-            samples = Samples(log_p, old, advantages)
+            samples = SampledTokens(log_p, old, advantages)
             losses = self.clipped(samples, jnp.exp(log_p - old)).losses
             losses = with_kl(losses, log_p, reference, self.cfg.kl_weight) if self.cfg.kl_weight else losses
             return jnp.sum(losses * factors)
@@ -185,6 +187,6 @@ class TokenPolicy(AnswerPolicy):
         return averaged(losses, answers_of(batch), self.cfg.average, self.cfg.length)
 
 
-def answers_of(batch: Rows) -> Answers:
+def answers_of(batch: Rows) -> AnswerTokens:
     """The answers of a microbatch that count."""
-    return Answers(counted(batch, "answers"), 1)
+    return AnswerTokens(counted(batch, "answers"), 1)

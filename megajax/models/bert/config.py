@@ -1,17 +1,19 @@
 """The config of BERT; importing this imports neither jax nor flax."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
+from megajax.config.bounds import Index
 from megajax.config.errors import Problem
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, dense, norm_weights
 from megajax.layers.norm.config import LayerNormConfig, NormConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import HeadFacts, SectionFacts
+from megajax.models.transformer import settings_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BertConfig(DecoderConfig):
     """BERT (Devlin et al. 2019): an encoder with bidirectional attention.
 
@@ -33,15 +35,13 @@ class BertConfig(DecoderConfig):
     """Activation function in the masked-token head, as in DenseMLPConfig."""
     tied: bool = True
     """The head uses the token embedding's table."""
-    token_types: int = 2
+    token_types: Index = 2
     """Number of token types, each with an embedding: the parts of a pair of sentences. 0: none."""
     next_sentence: bool = True
     """A second head predicts, from the first token, whether the second part follows the first in the text."""
 
     def problems(self) -> list[Problem]:
-        problems = DecoderConfig.problems(self)
-        if self.token_types < 0:
-            problems.append(Problem("token_types", f"must be at least 0, got {self.token_types}"))
+        problems = super().problems()
         if self.prediction is not None:
             problems.append(Problem("prediction", "needs a causal model", "set it to none"))
         for setting, block in self.named_blocks().items():
@@ -52,15 +52,11 @@ class BertConfig(DecoderConfig):
 
     def text_encoder(self) -> "BertEncoderConfig":
         """BERT without its heads."""
-        return BertEncoderConfig(**{field.name: getattr(self, field.name) for field in fields(BertConfig)})
+        return BertEncoderConfig(**settings_of(self, BertConfig))
 
     def causal_problems(self) -> list[Problem]:
         """Problems with causal blocks."""
-        return [
-            Problem(f"{setting}.causal", "hides later tokens from BERT", "set it to false")
-            for setting, mixer in self.own_mixers().items()
-            if getattr(mixer, "causal", False)
-        ]
+        return self.hiding_problems("hides later tokens from BERT")
 
     def schema(self) -> dict[str, Leaf]:
         """Masked and original tokens, loss mask, padding, token types, and the label of the sentence pair."""
@@ -95,13 +91,13 @@ class BertConfig(DecoderConfig):
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The section of a decoder, with a table of token types."""
-        (section,) = DecoderConfig.section_facts(self)
+        (section,) = super().section_facts()
         types = Weight("types", (self.token_types, self.hidden), (None, "embed"))
         return (replace(section, weights=(*section.weights, *[types] * (self.token_types > 0))),)
 
     def head_facts(self) -> HeadFacts:
         """The masked-token head has one more matrix than a decoder's; the next-sentence head reads one position."""
-        head, hidden, hidden_side = DecoderConfig.head_facts(self), self.hidden, Elements(replicated=self.hidden)
+        head, hidden, hidden_side = super().head_facts(), self.hidden, Elements(replicated=self.hidden)
         weights = [
             *head.weights,
             *dense("masked", hidden, hidden),
@@ -114,7 +110,7 @@ class BertConfig(DecoderConfig):
         return replace(head, weights=tuple(weights), matmuls=(Matmul(inputs=hidden_side, outputs=hidden_side),))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BertEncoderConfig(BertConfig):
     """BERT without the heads of its pretraining: it gives the states of texts, from which embeddings are made."""
 
@@ -122,4 +118,4 @@ class BertEncoderConfig(BertConfig):
 
     def head_facts(self) -> HeadFacts:
         """No weights."""
-        return replace(BertConfig.head_facts(self), weights=())
+        return replace(super().head_facts(), weights=())

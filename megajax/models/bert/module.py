@@ -11,7 +11,7 @@ from megajax.layers.mlp.module import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.bert.config import BertConfig
-from megajax.models.decoder.module import DecoderLM, in_order
+from megajax.models.decoder.module import DecoderLM, batch_of
 from megajax.models.reduction import LossReduction, over_context
 
 RESIDUAL = ("batch", "seq_residual", "embed")
@@ -48,17 +48,9 @@ class Bert(DecoderLM):
 
         positions, segment_ids (0 for padding), token_types: int32 [B, S]; by default in order, no padding, all 0.
         """
-        leaves = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
-        batch = {name: leaf for name, leaf in leaves.items() if leaf is not None}
-        batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
-        ctx = self.context(batch)
-        x = self.final_norm(self.stack(self.enter(self.embed(batch), ctx), ctx))
-        return self.logits(self.masked_states(x))
-
-    def context(self, batch: Rows, key: Array | None = None) -> Context:
-        """The context of a microbatch [B, S]: tokens attend to all tokens except padding."""
-        positions = in_order(self.layout, batch["tokens"])
-        return super().context({"positions": positions, **batch}, key)
+        types = jnp.zeros_like(tokens) if token_types is None else token_types
+        batch = batch_of(tokens=tokens, positions=positions, segment_ids=segment_ids, token_types=types)
+        return self.logits(self.masked_states(self.states(batch)))
 
     def embed(self, batch: Rows) -> Array:
         """Embeddings of tokens and of their types [B, S, D]."""
@@ -111,9 +103,7 @@ class BertEncoder(Bert):
 
     def text_states(self, tokens: Array, segment_ids: Array) -> Array:
         """tokens int32 [B, S], segment_ids (0 for padding) -> normalised output of the stack [B, S, D]."""
-        batch = {"tokens": tokens, "segment_ids": segment_ids, "token_types": jnp.zeros_like(tokens)}
-        ctx = self.context(batch)
-        return self.final_norm(self.stack(self.enter(self.embed(batch), ctx), ctx))
+        return self.states({"tokens": tokens, "segment_ids": segment_ids, "token_types": jnp.zeros_like(tokens)})
 
 
 class Dense(nnx.Module):

@@ -1,30 +1,30 @@
 """Configs of models that classify texts: BERT or a decoder with a head on its states; imports neither jax nor flax."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from megajax.batch import Leaf
+from megajax.config.bounds import LARGEST, BelowOne, Bounds
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.layers.checks import LARGEST, below_one
 from megajax.layers.facts import dense
 from megajax.models.bert.config import BertConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import HeadFacts, SectionFacts
+from megajax.models.transformer import settings_of
+
+type Choices = Annotated[int, Bounds(at_least=2, at_most=LARGEST)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TextHeadConfig(Builds):
     """Settings and facts common to heads for texts."""
 
-    dropout: float = 0.1
+    dropout: BelowOne = 0.1
     """Dropout rate of the states that the head reads."""
     bias: bool = True
     """Biases of the outputs. Classifiers of decoders in transformers have none."""
-
-    def problems(self) -> list[Problem]:
-        return below_one(dropout=self.dropout)
 
     def columns(self) -> int:
         """Number of outputs of the head per state."""
@@ -47,7 +47,7 @@ class TextHeadConfig(Builds):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PooledHeadConfig(TextHeadConfig):
     """Settings common to heads that read one state per sequence."""
 
@@ -66,7 +66,7 @@ class PooledHeadConfig(TextHeadConfig):
         return self.pooler
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassHeadConfig(PooledHeadConfig):
     """One class for each text or pair of texts.
 
@@ -74,16 +74,10 @@ class ClassHeadConfig(PooledHeadConfig):
     """
 
     target: ClassVar[str] = "megajax.models.classifier.module:ClassHead"
-    classes: int
+    classes: Choices
     """Number of classes."""
-    label_smoothing: float = 0.0
+    label_smoothing: BelowOne = 0.0
     """Probability mass spread evenly over all classes (Szegedy et al. 2016). Not in the reported loss."""
-
-    def problems(self) -> list[Problem]:
-        problems = PooledHeadConfig.problems(self)
-        if not 2 <= self.classes <= LARGEST:
-            problems.append(Problem("classes", f"must be at least 2, got {self.classes}"))
-        return problems + below_one(label_smoothing=self.label_smoothing)
 
     def columns(self) -> int:
         """A score for each class."""
@@ -94,7 +88,7 @@ class ClassHeadConfig(PooledHeadConfig):
         return {"labels": Leaf("int32", below=self.classes)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RegressionHeadConfig(PooledHeadConfig):
     """One number for each text or pair of texts, trained with the mean squared error.
 
@@ -112,7 +106,7 @@ class RegressionHeadConfig(PooledHeadConfig):
         return {"labels": Leaf("float32")}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ChoiceHeadConfig(PooledHeadConfig):
     """One of several sequences: each gets a score, and the softmax is over the sequences of a row.
 
@@ -120,14 +114,8 @@ class ChoiceHeadConfig(PooledHeadConfig):
     """
 
     target: ClassVar[str] = "megajax.models.classifier.module:ChoiceHead"
-    choices: int = 4
+    choices: Choices = 4
     """Number of sequences in a row."""
-
-    def problems(self) -> list[Problem]:
-        problems = PooledHeadConfig.problems(self)
-        if not 2 <= self.choices <= LARGEST:
-            problems.append(Problem("choices", f"must be at least 2, got {self.choices}"))
-        return problems
 
     def columns(self) -> int:
         """One: the score of a sequence."""
@@ -142,7 +130,7 @@ class ChoiceHeadConfig(PooledHeadConfig):
         return {"labels": Leaf("int32", below=self.choices)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SpanHeadConfig(TextHeadConfig):
     """The first and the last token of an answer in the text (Devlin et al. 2019, section 4.2).
 
@@ -150,7 +138,7 @@ class SpanHeadConfig(TextHeadConfig):
     """
 
     target: ClassVar[str] = "megajax.models.classifier.module:SpanHead"
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of the states that the head reads."""
 
     def columns(self) -> int:
@@ -173,15 +161,14 @@ class TextClassifierConfig:
     fresh=head.*, or fresh=head.*,pooler.* if that model has no pooler.
     """
 
-    __slots__ = ()
     head: TextHead
 
     def problems(self: Any) -> list[Problem]:
         problems = super().problems()
         if self.prediction is not None:
             problems.append(Problem("prediction", "a classifier does not predict tokens", "set it to none"))
-        causal = any(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
-        if causal and getattr(self.head, "pooling", "") == "first":
+        causal = any(causal is not False for causal in self.causality().values())
+        if causal and isinstance(self.head, PooledHeadConfig) and self.head.pooling == "first":
             message = "must not be first: the first token of a causal model sees no other token"
             problems.append(Problem("head.pooling", message, "use last or mean"))
         return problems
@@ -191,7 +178,7 @@ class TextClassifierConfig:
         count, length = self.head.sequences(), self.sequence_length
         shape, axes = ((length,), ("seq",)) if count == 1 else ((count, length), (None, "seq"))
         ids = Leaf("int32", shape, axes, below=self.vocabulary_size)
-        kinds = getattr(self, "token_types", 0)
+        kinds = self.token_types if isinstance(self, BertConfig) else 0
         return {
             "tokens": ids,
             "segment_ids": Leaf("int32", shape, axes),  # 1 for tokens, 0 for the padding after them
@@ -244,7 +231,7 @@ class TextClassifierConfig:
         return False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BertClassifierConfig(TextClassifierConfig, BertConfig):
     """BERT with a head that classifies texts, in place of the heads of its pretraining.
 
@@ -256,7 +243,7 @@ class BertClassifierConfig(TextClassifierConfig, BertConfig):
     """What is predicted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
     """A decoder with a head that classifies texts, in place of the one that predicts the next token.
 
@@ -270,8 +257,7 @@ class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
 
 def scoring(model: Any) -> Any:
     """The model with the same score of one sequence where it compares several; other models as they are."""
-    head = getattr(model, "head", None)
-    if not isinstance(head, ChoiceHeadConfig):
+    if not isinstance(model, TextClassifierConfig) or not isinstance(head := model.head, ChoiceHeadConfig):
         return model
     score = RegressionHeadConfig(pooling=head.pooling, pooler=head.pooler, dropout=head.dropout, bias=head.bias)
     return replace(model, head=score)
@@ -282,7 +268,5 @@ def with_text_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertCla
 
     Example: `mj.with_text_head(mj.bert("base"), mj.ClassHeadConfig(classes=3))`
     """
-    settings = {field.name: getattr(model, field.name) for field in fields(model)}
-    if isinstance(model, BertConfig):
-        return BertClassifierConfig(head=head, **settings)
-    return DecoderClassifierConfig(head=head, **settings)
+    cls = BertClassifierConfig if isinstance(model, BertConfig) else DecoderClassifierConfig
+    return cls(head=head, **settings_of(model))

@@ -13,7 +13,7 @@ from megajax.layers.context import Context, dropout
 from megajax.layers.param import LayerSettings
 from megajax.models.bert.module import Bert, Dense
 from megajax.models.classifier.config import ChoiceHeadConfig, ClassHeadConfig, RegressionHeadConfig, SpanHeadConfig
-from megajax.models.decoder.module import EMBEDDING_PLACE, DecoderLM
+from megajax.models.decoder.module import EMBEDDING_PLACE, DecoderLM, batch_of
 from megajax.models.reduction import LossReduction
 from megajax.models.vit.module import Linear, reported, scored
 
@@ -68,17 +68,15 @@ class TextClassifier(DecoderLM):
         positions: in order by default; segment_ids: 1 for tokens, 0 for padding after them, by default no padding;
         token_types: all 0 by default.
         """
-        batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens) if segment_ids is None else segment_ids}
-        batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
-        batch |= {} if positions is None else {"positions": positions}
+        segments = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+        types = jnp.zeros_like(tokens) if token_types is None else token_types
+        batch = batch_of(tokens=tokens, segment_ids=segments, token_types=types, positions=positions)
         ctx = self.context(batch)
         return self.head_scores(self.stack(self.enter(self.embed(batch), ctx), ctx), batch, ctx)
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the sequences of a microbatch: positions in order, padding masked."""
         rows = self.sequences(batch)
-        in_order = jnp.broadcast_to(jnp.arange(rows["tokens"].shape[1])[None], rows["tokens"].shape)
-        rows.setdefault("positions", in_order)
         rows["padding"] = rows["segment_ids"] == 0
         if not self.cfg.pads_rows():  # a causal mask hides padding at the end
             del rows["segment_ids"]

@@ -2,28 +2,28 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, lcm
+from math import lcm
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
+from megajax.config.bounds import BelowOne, Count, NotNegative, Positive, Size
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.cache_spec import CacheLeaf, paged_requests, stack_leaves
-from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.facts import HasExperts, LayerBuilder, Weight, norm_weights
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.norm.config import NormConfig, RMSNormConfig
 from megajax.layers.quantization.config import QuantizationConfig
-from megajax.layers.recompute import Part, Recompute
+from megajax.layers.recompute import Layers, Part, Recompute
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.facts import Flops, HeadFacts, SectionFacts, count_flops
 from megajax.models.protocol import ModelConfig
 from megajax.models.transformer import AdaptedConfig, TransformerConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictionConfig(Builds):
     """Multi-token prediction: heads that predict further tokens (DeepSeek-AI 2024, DeepSeek-V3, section 2.2).
 
@@ -31,22 +31,18 @@ class PredictionConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.models.decoder.multi_token_prediction:Prediction"
-    depth: int = 1
+    depth: Count = 1
     """Number of tokens predicted beyond the next one, each by its own block; the blocks run in sequence."""
     reweighted: Literal["rows", "microbatches"] = "rows"
     """With batch.loss_average=tokens, the last tokens of a row have no target, and the others get larger weights, so
     that their sum is unchanged: over a row (the same on every layout) or over a microbatch (as in Megatron-LM)."""
-    weight: float = 0.1
+    weight: Positive = 0.1
     """Weight of the sum of their losses, relative to the main loss. The reported loss is the main loss."""
     block: BlockConfig | None = None
     """Block of each head; none: the last block of the stack's pattern."""
 
-    def problems(self) -> list[Problem]:
-        problems = [] if self.depth >= 1 else [Problem("depth", f"must be at least 1, got {self.depth}")]
-        return problems + above_zero(weight=self.weight)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WidthScalingConfig:
     """Maximal update parametrization (muP, Yang et al. 2022) transfers settings from a narrow base model to a wide one.
 
@@ -56,25 +52,16 @@ class WidthScalingConfig:
     Example: `mj.WidthScalingConfig(base_hidden=256)`
     """
 
-    base_hidden: int
+    base_hidden: Size
     """Hidden size of the base model."""
-    base_head_dim: int | None = None
+    base_head_dim: Size | None = None
     """Head size of the base model. Scores are divided by head size / sqrt(base head size); none: by the head size."""
-    score_power: float = 1.0
+    score_power: Positive = 1.0
     """Power of the head size in that divisor; 0.5 is the usual square root."""
-    embedding: float = 1.0
+    embedding: Positive = 1.0
     """Factor on embeddings, including learned positions."""
-    output: float | None = None
+    output: Positive | None = None
     """Factor on logits; none: 1 / W."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(
-            base_hidden=self.base_hidden,
-            base_head_dim=self.base_head_dim,
-            score_power=self.score_power,
-            embedding=self.embedding,
-            output=self.output,
-        )
 
     def score_scale(self, size: int) -> float:
         """Factor on scores of heads of this size."""
@@ -99,7 +86,7 @@ def text_schema(length: int, vocabulary_size: int, *, padding: bool = False) -> 
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """A decoder language model, such as GPT and Llama.
 
@@ -107,15 +94,15 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """
 
     target: ClassVar[str] = "megajax.models.decoder.module:DecoderLM"
-    hidden: int
+    hidden: Size
     """Hidden size: width of the residual stream."""
-    vocabulary_size: int
+    vocabulary_size: Size
     """Number of token ids. The table is padded to a multiple of vocabulary_multiple; the padding is never used."""
-    sequence_length: int
+    sequence_length: Size
     """Tokens in a training row."""
-    stack: StackConfig | SegmentsConfig  # ty: ignore[incompatible-attribute-override] frozen, and nothing sets it
+    stack: StackConfig | SegmentsConfig
     """The blocks."""
-    vocabulary_multiple: int = 128
+    vocabulary_multiple: Size = 128
     """The padded vocabulary is a multiple of this; pipeline x tensor devices must divide it."""
     learned_positions: bool = False
     """A learned embedding for each of the sequence_length positions."""
@@ -129,14 +116,14 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """The head uses the token embedding's table."""
     head_bias: bool = False
     """Add a bias to logits, as Phi and GPT-J."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of the embedding's output."""
     residual: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream: precision.compute or float32."""
-    init_std: float = 0.02
+    init_std: Positive = 0.02
     """Standard deviation of initial weights. Matrices that write to the residual stream have init_std / sqrt(number of
     sub-layers): sqrt(2 * layers) with two sub-layers in each block."""
-    embedding_std: float | None = None
+    embedding_std: Positive | None = None
     """Standard deviation of token and position embeddings (and of a tied head); none: init_std."""
     prediction: PredictionConfig | None = None
     """Heads that predict further tokens (multi-token prediction)."""
@@ -150,39 +137,31 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """Tensors that the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
     selective, which is norm,latent,activation; or full, everything but the inputs of layers. Except with none,
     attention scores are always recomputed."""
-    recompute_layers: int | None = None
+    recompute_layers: Layers | None = None
     """Apply recompute to this many layers, the first of each chunk of a pipeline stage; the other layers use the next
     cheaper setting (selective, or none). none: all layers."""
-    layers_per_checkpoint: int = 1
+    layers_per_checkpoint: Count = 1
     """With recompute=full, number of consecutive layers recomputed together from the saved input of the first."""
     offload: tuple[Part, ...] = ()
     """Saved tensors to offload to host memory until the backward pass; input is the input of a layer."""
-    unroll: int | None = 1
+    unroll: Layers | None = 1
     """Layers per iteration of the compiled loop over layers (the unroll of jax.lax.scan); none: all, without a loop.
     Unrolling takes longer to compile and lets the compiler optimize across layers."""
-    loss_chunk: int = 1024
+    loss_chunk: Size = 1024
     """Tokens per chunk of the cross-entropy: only one chunk of float32 logits exists at a time."""
-    label_smoothing: float = 0.0
+    label_smoothing: BelowOne = 0.0
     """Label smoothing: probability mass spread evenly over all ids but the label. Training only."""
-    logit_cap: float | None = None
+    logit_cap: Positive | None = None
     """Soft cap: logits become cap * tanh(logit / cap) (Gemma 2); none: no cap."""
-    z_loss: float = 0.0
+    z_loss: NotNegative = 0.0
     """Coefficient of the z-loss log(Z)^2, where Z is the softmax denominator (1e-4 in PaLM). Training only."""
+    family: str = ""
+    """Family of Hugging Face models that an export is written as, such as llama; "": the plainest that fits."""
 
     def problems(self) -> list[Problem]:
-        problems = []
-        for name in ("hidden", "vocabulary_size", "vocabulary_multiple", "sequence_length", "loss_chunk"):
-            if not 1 <= getattr(self, name) <= LARGEST:
-                problems.append(Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}"))
-        if self.unroll is not None and self.unroll < 1:
-            problems.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
-        if not 0 <= self.z_loss < inf:
-            problems.append(Problem("z_loss", f"must be a number of at least 0, got {self.z_loss}"))
-        problems += below_one(dropout=self.dropout, label_smoothing=self.label_smoothing)
+        problems = self.recompute_problems()
         if self.label_smoothing and self.vocabulary_size < 2:
             problems.append(Problem("label_smoothing", "needs at least 2 ids in the vocabulary"))
-        problems += above_zero(init_std=self.init_std, embedding_std=self.embedding_std, logit_cap=self.logit_cap)
-        problems += self.recompute_problems()
         if self.prediction is not None and self.prediction.depth >= self.sequence_length:
             message = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
             problems.append(Problem("prediction.depth", message))
@@ -192,8 +171,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         """Problems with blocks that see the tokens they predict."""
         return [
             Problem(f"{setting}.causal", "shows a decoder the tokens it predicts", "set it to true")
-            for setting, mixer in self.own_mixers("stack").items()
-            if not getattr(mixer, "causal", True)
+            for setting, causal in self.causality("stack").items()
+            if causal is False
         ]
 
     def schema(self) -> dict[str, Leaf]:
@@ -211,7 +190,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def named_blocks(self) -> dict[str, BlockConfig]:
         """Setting -> block, for each block in the config."""
-        blocks = TransformerConfig.named_blocks(self)
+        blocks = super().named_blocks()
         block = None if self.prediction is None else self.prediction.block
         return blocks if block is None else {**blocks, "prediction.block": block}
 
@@ -232,7 +211,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        in_layers = TransformerConfig.has_dropout(self) or self.drops_inputs()
+        in_layers = super().has_dropout() or self.drops_inputs()
         return in_layers or any(block.has_dropout() for block in self.predicting_blocks())
 
     def padded_vocabulary(self) -> int:
@@ -244,7 +223,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         return count_flops(self)  # ty: ignore[invalid-argument-type] its fields are frozen
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """One section, which reads the token and position embeddings."""
+        """The sections of towers, and one that reads the token and position embeddings."""
         weights = [Weight("tokens", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))]
         if self.learned_positions:
             weights.append(Weight("positions", (self.position_count(), self.hidden), (None, "embed")))
@@ -260,7 +239,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
             weights=tuple(weights),
             adds_positions=self.learned_positions,
         )
-        return (section,)
+        return (*super().section_facts(), section)
 
     def head_facts(self) -> HeadFacts:
         """The vocabulary head; without weights of its own if tied."""
@@ -288,7 +267,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def ignores_later_positions(self) -> bool:
         """Whether all blocks are causal."""
-        return all(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
+        return False not in self.causality().values()
 
     def allows_context(self) -> bool:
         """Whether rows may be cut over devices: if no position sees later ones, and all mixers allow it."""
@@ -296,7 +275,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def cache_leaves(self, tensor: int, drafts: int = 0) -> tuple[CacheLeaf, ...]:
         """Cache leaves of all layers. Raises UserError unless all blocks are causal."""
-        if not all(getattr(mixer, "causal", True) for mixer in self.own_mixers("stack").values()):
+        if False in self.causality("stack").values():
             raise UserError(f"{type(self).__name__} does not generate text: its layers read later tokens too")
         return stack_leaves(self.stack, self.hidden, tensor, self.memory_length(), drafts)
 
@@ -311,7 +290,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """Problems of the model on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         tensor, cuts = sizes["tensor"], sizes["pipeline"] * sizes["tensor"]
-        yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
+        yield from super().mesh_problems(sizes, sequence=sequence)
         if tensor > 1:
             if self.prediction is not None and self.hidden % tensor:
                 message = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which shards model.prediction"

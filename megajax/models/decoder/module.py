@@ -25,7 +25,7 @@ from megajax.layers.remat import checkpointed
 from megajax.mesh.layout import Layout
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.decoder.multi_token_prediction import mtp_targets, shifted
-from megajax.models.protocol import Section
+from megajax.models.protocol import Section, last_output
 from megajax.models.reduction import LossReduction
 
 EMBEDDING_PLACE = 2**31 - 1
@@ -70,25 +70,30 @@ class DecoderLM(nnx.Module):
         length = tokens.shape[1]
         if self.cfg.learned_positions and length > self.cfg.sequence_length:
             raise ValueError(f"rows have {length} tokens, the table of positions {self.cfg.sequence_length}")
-        index = jnp.arange(length)
-        positions = jnp.broadcast_to(index[None], tokens.shape) if positions is None else positions
-        return self.logits(self.hidden_states(tokens, Context(positions, index, segment_ids)))
+        ctx = DecoderLM.context(self, batch_of(tokens=tokens, positions=positions, segment_ids=segment_ids))
+        return self.logits(self.hidden_states(tokens, ctx))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of a microbatch [B, S]. key: random key of the run, None for a deterministic forward.
 
-        Where the batch has `segment_ids`, tokens of different documents in a row do not attend to each other.
+        Where the batch has `segment_ids`, tokens of different documents in a row do not attend to each other. Where it
+        has no `positions`, they are in order.
         """
         row_keys = None
         if key is not None and self.cfg.has_dropout():
             row_keys = keys_of_rows(key, batch[SAMPLE])
         index, segments = self.layout.row_index(batch["tokens"].shape[1]), batch.get("segment_ids")
         padding = segments == 0 if segments is not None and self.cfg.pads_rows() else batch.get("padding")
-        return Context(batch["positions"], index, segments, row_keys, experts=batch.get("experts"), padding=padding)
+        positions = batch["positions"] if "positions" in batch else jnp.broadcast_to(index[None], batch["tokens"].shape)
+        return Context(positions, index, segments, row_keys, experts=batch.get("experts"), padding=padding)
 
     def hidden_states(self, tokens: Array, ctx: Context) -> Array:
         """tokens int32 [B, S] -> normalised output of the stack [B, S, D]."""
         return self.final_norm(self.stack(self.enter(self.embed_tokens(tokens), ctx), ctx))
+
+    def states(self, batch: Rows) -> Array:
+        """A microbatch -> normalised output of the last section [B, S, D], without random numbers."""
+        return self.final_norm(last_output(self.sections, batch)[0])
 
     def step(self, tokens: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, int32 [T, 1] -> output of the stack [T, 1, D], and the cache.
@@ -266,6 +271,6 @@ def scaled(x: Array, factor: float) -> Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
-def in_order(layout: Layout, tokens: Array) -> Array:
-    """int32 [B, S] -> positions from 0 on in the row, int32 [B, S]."""
-    return jnp.broadcast_to(layout.row_index(tokens.shape[1])[None], tokens.shape)
+def batch_of(**leaves: Array | None) -> dict[str, Array]:
+    """A microbatch of the leaves that are not None."""
+    return {name: leaf for name, leaf in leaves.items() if leaf is not None}

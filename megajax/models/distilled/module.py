@@ -32,5 +32,4 @@ class DistilledDecoder(DecoderLM):
 
     def teacher_states(self, batch: Rows) -> Array:
         """What the teacher's head reads, [B, S, E]."""
-        states = self.teacher.hidden_states(batch["tokens"], self.teacher.context(batch))
-        return scaled(states, self.cfg.teacher.logit_factor())
+        return scaled(self.teacher.states(batch), self.cfg.teacher.logit_factor())

@@ -1,23 +1,22 @@
 """The config of LLaVA; importing this imports neither jax nor flax."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megajax.batch import Leaf, Placeholder
+from megajax.config.bounds import Index, Size
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import Choice, Device, Request
-from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Side, Weight, norm_weights, prefixed
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, norm_weights, prefixed
 from megajax.layers.norm.config import NormConfig
-from megajax.layers.stack.config import SegmentsConfig, StackConfig
-from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts
+from megajax.models.transformer import TransformerConfig
 from megajax.models.vision.config import VisionTowerConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ProjectorConfig(Builds):
     """An MLP from the states of patches to inputs of the language model.
 
@@ -25,9 +24,9 @@ class ProjectorConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.models.llava.module:Projector"
-    ffn: int | None = None
+    ffn: Index | None = None
     """Hidden width of the MLP; none: that of the language model, as in LLaVA 1.5; 0: one matrix, as in LLaVA 1.0."""
-    pixel_shuffle: int = 1
+    pixel_shuffle: Size = 1
     """Squares of patches with this side are joined into one position, with channels concatenated (Chen et al. 2024,
     InternVL 1.5); 1: every patch is a position."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
@@ -40,14 +39,8 @@ class ProjectorConfig(Builds):
     """Normalisation of the MLP's input, as in InternVL; none: no normalisation."""
 
     def problems(self) -> list[Problem]:
-        problems = []
-        if self.ffn is not None and self.ffn < 0:
-            problems.append(Problem("ffn", f"must be at least 0, got {self.ffn}"))
-        if self.ffn == 0 and self.gated:
-            problems.append(Problem("gated", "needs an MLP, but ffn=0 is a single matrix", "set it to false"))
-        if self.pixel_shuffle < 1:
-            problems.append(Problem("pixel_shuffle", f"must be at least 1, got {self.pixel_shuffle}"))
-        return problems
+        problem = Problem("gated", "needs an MLP, but ffn=0 is a single matrix", "set it to false")
+        return [problem] if self.ffn == 0 and self.gated else []
 
     def width(self, hidden: int) -> int:
         """Hidden width of the MLP for a language model of this width; 0 for a single matrix."""
@@ -76,7 +69,7 @@ class ProjectorConfig(Builds):
         return ("gate", "up") if self.gated else ("up",)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LlavaConfig(DecoderConfig):
     """LLaVA (Liu et al. 2023): a decoder that reads images within its text.
 
@@ -93,18 +86,16 @@ class LlavaConfig(DecoderConfig):
     """Maps the tower's states to inputs of the decoder."""
     image_token: int
     """Token id that marks each image position of a row."""
-    slots: int = 1
+    slots: Size = 1
     """Maximum number of images in a row, tiles included; rows with fewer leave slots empty."""
     keep_class_tokens: bool = False
     """The decoder reads the tower's class tokens too, before the patches; false: it reads only patches."""
 
     def problems(self) -> list[Problem]:
-        problems = DecoderConfig.problems(self)
+        problems = super().problems()
         if not 0 <= self.image_token < self.vocabulary_size:
             message = f"is {self.image_token}, outside the vocabulary of {self.vocabulary_size} ids"
             problems.append(Problem("image_token", message))
-        if self.slots < 1:
-            problems.append(Problem("slots", f"must be at least 1, got {self.slots}"))
         if self.prediction is not None:
             problems.append(Problem("prediction", "is not available for rows with images", "set it to none"))
         rows, columns = self.vision.grid()
@@ -115,11 +106,11 @@ class LlavaConfig(DecoderConfig):
         elif shuffle > 1 and self.kept_class_tokens():
             message = f"is true, but projector.pixel_shuffle={shuffle} joins squares of patches, not class tokens"
             problems.append(Problem("keep_class_tokens", message, "set it to false, or pixel_shuffle to 1"))
-        elif shuffle > 0 and self.image_positions() >= self.sequence_length:
+        elif self.image_positions() >= self.sequence_length:
             count = self.image_positions()
             message = f"{self.sequence_length} is too short for the {count} positions of an image and text"
             problems.append(Problem("sequence_length", message, "use longer rows or projector.pixel_shuffle"))
-        elif shuffle > 0 and self.row_image_positions() > self.sequence_length:
+        elif self.row_image_positions() > self.sequence_length:
             count = self.row_image_positions() // self.image_positions()
             message = f"{self.sequence_length} is too short for {count} images of {self.image_positions()} positions"
             problems.append(Problem("sequence_length", message, "use longer rows, or room for fewer images"))
@@ -143,62 +134,35 @@ class LlavaConfig(DecoderConfig):
         shape, axes = (self.slots, *image.shape), (None, *image.axes)
         stands = Placeholder(self.image_token, self.image_positions())
         images = replace(image, shape=shape, axes=axes, placeholder=stands)
-        return {**DecoderConfig.schema(self), "images": images}
+        return {**super().schema(), "images": images}
+
+    def towers(self) -> Mapping[str, TransformerConfig]:
+        """The vision tower."""
+        return {"vision": self.vision}
+
+    def projectors(self) -> dict[str, ProjectorConfig]:
+        """Name in the module -> config."""
+        return {"projector": self.projector}
+
+    def projected(self) -> int:
+        """Width of what projectors read at a position of the decoder, before their own shuffle."""
+        return self.vision.hidden
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """The tower, run for each image of a row, and the decoder with the projector."""
-        (tower,), (decoder,) = self.vision.section_facts(), DecoderConfig.section_facts(self)
+        """The tower, run for each image of a row, and the decoder with the projectors."""
+        *towers, decoder = super().section_facts()
         share = self.row_image_positions() / self.sequence_length
-        weights, matmuls = self.projector.facts(self.vision.hidden, self.hidden, share)
-        return (
-            replace(tower, path="vision", sequences=self.slots, weights=prefixed("vision", tower.weights)),
-            replace(decoder, weights=(*decoder.weights, *prefixed("projector", weights)), matmuls=matmuls),
-        )
+        weights, matmuls = list[Weight](decoder.weights), list[Matmul]()
+        for name, projector in self.projectors().items():
+            inner, products = projector.facts(self.projected(), self.hidden, share)
+            weights, matmuls = [*weights, *prefixed(name, inner)], [*matmuls, *products]
+        images = (replace(tower, sequences=self.sequences(tower)) for tower in towers)
+        return (*images, replace(decoder, weights=tuple(weights), matmuls=tuple(matmuls)))
 
-    def matmul_sides(self, tensor: int) -> Iterator[Side]:
-        """Sides of matrices in the decoder and the tower."""
-        yield from DecoderConfig.matmul_sides(self, tensor)
-        for side in self.vision.matmul_sides(tensor):
-            yield side._replace(setting=f"vision.{side.setting}")
-
-    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
-        """The tower's blocks, and the decoder's."""
-        return {"vision": self.vision.stack, "": self.stack}
-
-    def has_dropout(self) -> bool:
-        """Whether the decoder or the tower has dropout."""
-        return DecoderConfig.has_dropout(self) or self.vision.has_dropout()
-
-    def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
-        """Choices of the decoder, then those of the tower."""
-        vision = (
-            choice._replace(place="vision self-attention") for choice in self.vision.kernel_choices(request, device)
-        )
-        return (*DecoderConfig.kernel_choices(self, request, device), *vision)
-
-    def attention_name(self, stack: str, part: str) -> str:
-        """Name of the decoder's attention; `kernel_choices` names the tower's."""
-        del stack, part
-        return "decoder self-attention"
-
-    def with_kernels(self, names: Sequence[str]) -> "LlavaConfig":
-        """A copy with these kernels, one for each of `kernel_choices`."""
-        towers = sum(isinstance(mixer, Mixer) for mixer in self.vision.own_mixers().values())
-        decoder = DecoderConfig.with_kernels(self, names[: len(names) - towers])
-        return replace(decoder, vision=self.vision.with_kernels(names[len(names) - towers :]))
-
-    def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
-        """Problems of the decoder and of the tower on a mesh."""
-        yield from DecoderConfig.parallel_problems(self, parallel, shards)
-        for problem in self.vision.parallel_problems(parallel, shards):
-            yield replace(problem, setting=f"vision.{problem.setting}")
-
-    def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
-        """Resizes the tower's positions from another LLaVA or from a ViT."""
-        prefix = "model.vision."
-        tower = {name.replace(prefix, "model."): value for name, value in settings.items() if name.startswith(prefix)}
-        inside = path.removeprefix("vision.")
-        return None if inside == path else self.vision.refit(inside, weight, tower or settings)
+    def sequences(self, tower: SectionFacts) -> int:
+        """Sequences of the tower per row: one for each slot."""
+        del tower
+        return self.slots
 
     def allows_context(self) -> bool:
         """False: images are whole sequences, and positions of the decoder read any of them."""

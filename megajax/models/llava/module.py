@@ -17,9 +17,9 @@ from megajax.layers.context import Context, keys_of_rows, spliced
 from megajax.layers.mlp.module import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
-from megajax.models.decoder.module import DecoderLM, layer_settings
+from megajax.models.decoder.module import DecoderLM, batch_of, layer_settings
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
-from megajax.models.protocol import Section, last_output
+from megajax.models.protocol import Section
 
 VISION = 2
 """Folded into the random key of the tower, so it differs from that of the decoder."""
@@ -51,10 +51,8 @@ class Llava(DecoderLM):
         """
         if images is None:
             return super().__call__(tokens, positions, segment_ids)
-        index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        batch = {"tokens": tokens, "positions": index if positions is None else positions, "images": images}
-        x, _ = last_output(self.sections, batch if segment_ids is None else {**batch, "segment_ids": segment_ids})
-        return self.logits(self.final_norm(x))
+        batch = batch_of(tokens=tokens, positions=positions, segment_ids=segment_ids, images=images)
+        return self.logits(self.states(batch))
 
     def image_states(self, images: Array, grids: Array) -> Array:
         """images uint8 [B, height, width, 3] -> their positions of the decoder [B, P, D]. grids: not used."""

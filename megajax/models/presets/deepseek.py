@@ -17,7 +17,7 @@ from megajax.models.decoder.config import DecoderConfig, PredictionConfig
 from megajax.models.presets.sizes import pick
 
 
-class Row(NamedTuple):
+class DeepSeekSize(NamedTuple):
     """Dimensions of a size, its latent attention and its experts."""
 
     layers: int
@@ -48,25 +48,25 @@ SLOW = RopeConfig(base=50000.0, interleaved=True)
 BY_BIAS = RouterConfig(score="sigmoid", scale=2.5, groups=8, chosen_groups=4, balance_rate=0.001, row_loss=0.0001)
 
 DEEPSEEK = {
-    "debug": Row(
+    "debug": DeepSeekSize(
         3, 64, 1, 160,
         LatentAttentionConfig(
             heads=4, query_rank=24, key_value_rank=32, content_dim=16, position_dim=8, value_dim=16, norm=NORM
         ),
         16, 4, 32, 1, replace(BY_BIAS, groups=4, chosen_groups=2), 129280, ahead=True,
     ),
-    "v2-lite": Row(
+    "v2-lite": DeepSeekSize(
         27, 2048, 1, 10944, LatentAttentionConfig(heads=16, norm=NORM), 64, 6, 1408, 2, BY_LOSS, 102400, mscale=0.707
     ),
-    "v3": Row(
+    "v3": DeepSeekSize(
         61, 7168, 3, 18432, LatentAttentionConfig(heads=128, query_rank=1536, norm=NORM), 256, 8, 2048, 1, BY_BIAS,
         129280, ahead=True,
     ),
-    "moonlight": Row(
+    "moonlight": DeepSeekSize(
         27, 2048, 1, 11264, LatentAttentionConfig(heads=16, norm=NORM, rope=SLOW), 64, 6, 1408, 2,
         replace(BY_BIAS, scale=2.446, groups=None, chosen_groups=None), 163840, epsilon=1e-5,
     ),
-    "kimi-k2": Row(
+    "kimi-k2": DeepSeekSize(
         61, 7168, 1, 18432, LatentAttentionConfig(heads=64, query_rank=1536, norm=NORM, rope=SLOW), 384, 8, 2048, 1,
         replace(BY_BIAS, scale=2.827, groups=None, chosen_groups=None), 163840,
     ),
@@ -115,4 +115,5 @@ def deepseek(
         norm=norm,
         init_std=0.006,
         prediction=PredictionConfig(weight=0.3) if row.ahead else None,
+        family="deepseek_v2" if row.router.score == "softmax" else "deepseek_v3",
     )

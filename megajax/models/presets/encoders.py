@@ -1,14 +1,17 @@
 """BERT (Devlin et al. 2019, section 3), and Megatron-LM's larger sizes (Shoeybi et al. 2019, table 4); T5 (Raffel et
 al. 2020, section 3.7) and T5 v1.1 (Shazeer 2020, with a gated MLP)."""
 
+from dataclasses import replace
 from typing import Any
 
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig, MLPConfig
-from megajax.layers.norm.config import LayerNormConfig, NormConfig, RMSNormConfig
+from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig, NormConfig, RMSNormConfig
+from megajax.layers.position.config import RelativeBiasConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.models.bert.config import BertConfig
+from megajax.models.decoder.config import WidthScalingConfig
 from megajax.models.presets.sizes import Size, pick
 from megajax.models.t5.config import T5Config
 
@@ -22,8 +25,10 @@ BERT = {
     "large": Size(24, 1024, 16),
     "1.3b": Size(24, 2048, 32),
     "3.9b": Size(48, 2560, 40),
+    "debug-megatron": Size(2, 64, 4),
 }
 """`text` is for a few megabytes of text."""
+MEGATRON = ("text", "1.3b", "3.9b", "debug-megatron")
 
 
 def bert(
@@ -34,17 +39,19 @@ def bert(
     dropout: float = 0.1,
     next_sentence: bool = True,
 ) -> BertConfig:
-    """Pre-norm BERT, as trained by Megatron-LM: learned positions, tanh GELU, biases.
-
-    Raises UserError for an unknown size.
+    """BERT: norms after sums, learned positions, GELU, biases. Megatron-LM's sizes and `text` have norms before
+    sub-layers, and tanh GELU. Raises UserError for an unknown size.
 
     Example: `mj.bert("base", sequence_length=128)`
     """
-    row = pick("bert", BERT, size)
+    row, before = pick("bert", BERT, size), size in MEGATRON
+    norm: NormConfig = LayerNormConfig(epsilon=1e-5 if before else 1e-12)
+    activation = "gelu_tanh" if before else "gelu"
     block = BlockConfig(
         mixer=AttentionConfig(heads=row.heads, bias=True, dropout=dropout, causal=False),
-        mlp=DenseMLPConfig(ffn=4 * row.hidden, activation="gelu_tanh", bias=True),
-        norm=LayerNormConfig(),
+        mlp=DenseMLPConfig(ffn=4 * row.hidden, activation=activation, bias=True),
+        norm=norm,
+        norm_placement="pre" if before else "post",
         dropout=dropout,
     )
     return BertConfig(
@@ -52,8 +59,13 @@ def bert(
         vocabulary_size=vocabulary_size,
         sequence_length=sequence_length,
         stack=StackConfig(pattern=(block,), repeats=row.layers),
+        norm=norm if before else IdentityNormConfig(),
+        embedding_norm=None if before else norm,
+        head_norm=None if before else norm,
+        head_activation=activation,
         dropout=dropout,
         next_sentence=next_sentence,
+        family="megatron-bert" if before else "bert",
     )
 
 
@@ -89,15 +101,17 @@ def t5(
     vocabulary_size: int = T5_VOCABULARY,
     dropout: float = 0.1,
 ) -> T5Config:
-    """T5 in the sizes of the paper, as trained by Megatron-LM: learned positions, LayerNorm, tanh GELU, biases, tied.
+    """T5: RMSNorm, ReLU, no biases, relative positions, and a tied head whose inputs are divided by sqrt(hidden).
 
-    The paper's T5 has RMSNorm, ReLU, no biases and relative positions. Raises UserError for an unknown size.
+    Raises UserError for an unknown size.
 
     Example: `mj.t5("base")`
     """
     row = pick("t5", T5, size)
-    mlp, norm = DenseMLPConfig(ffn=row.ffn, activation="gelu_tanh", bias=True), LayerNormConfig()
-    return _t5(row, mlp, norm, encoder_length, sequence_length, vocabulary_size=vocabulary_size, dropout=dropout)
+    scaling = WidthScalingConfig(base_hidden=row.hidden, output=row.hidden**-0.5)
+    sizes = {"vocabulary_size": vocabulary_size, "dropout": dropout}
+    mlp = DenseMLPConfig(ffn=row.ffn, activation="relu", bias=False)
+    return _t5(row, mlp, encoder_length, sequence_length, **sizes, tied=True, width_scaling=scaling)
 
 
 def t5_v1_1(
@@ -108,27 +122,26 @@ def t5_v1_1(
     vocabulary_size: int = T5_VOCABULARY,
     dropout: float = 0.0,
 ) -> T5Config:
-    """T5 v1.1: GeGLU, RMSNorm, no biases, an untied head; learned positions instead of relative ones.
+    """T5 v1.1: like T5, with GeGLU and an untied head that has no factor.
 
     Raises UserError for an unknown size.
 
     Example: `mj.t5_v1_1("base")`
     """
-    row = pick("t5_v1_1", T5_V1_1, size)
-    mlp, norm = GatedMLPConfig(ffn=row.ffn, activation="gelu_tanh"), RMSNormConfig()
-    untied: dict[str, Any] = {"tied": False, "head_bias": False}
-    lengths, sizes = (encoder_length, sequence_length), {"vocabulary_size": vocabulary_size, "dropout": dropout}
-    return _t5(row, mlp, norm, *lengths, **sizes, **untied)
+    row, sizes = pick("t5_v1_1", T5_V1_1, size), {"vocabulary_size": vocabulary_size, "dropout": dropout}
+    mlp = GatedMLPConfig(ffn=row.ffn, activation="gelu_tanh")
+    return _t5(row, mlp, encoder_length, sequence_length, **sizes, tied=False)
 
 
-def _t5(
-    row: Size, mlp: MLPConfig, norm: NormConfig, encoder_length: int, length: int, *, dropout: float, **more: Any
-) -> T5Config:
-    """Encoder and decoder of a size, with biases if the MLP has them. `more` are other settings of the model."""
-    heads: dict[str, Any] = {"heads": row.heads, "head_dim": row.head_dim, "bias": mlp.bias, "dropout": dropout}
+def _t5(row: Size, mlp: MLPConfig, encoder_length: int, length: int, *, dropout: float, **more: Any) -> T5Config:
+    """Encoder and decoder of a size; scores have no factor. `more` are other settings of the model."""
+    norm, relative = RMSNormConfig(epsilon=1e-6), RelativeBiasConfig(shared=True)
+    heads: dict[str, Any] = {"heads": row.heads, "head_dim": row.head_dim, "scale": 1.0, "dropout": dropout}
     parts: dict[str, Any] = {"mlp": mlp, "norm": norm, "dropout": dropout}
-    reads = BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts)
-    writes = BlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
+    both_ways = replace(relative, both_ways=True)
+    reads = BlockConfig(mixer=AttentionConfig(**heads, relative=both_ways, causal=False), **parts)
+    mixer, cross = AttentionConfig(**heads, relative=relative), CrossAttentionConfig(**heads)
+    writes = BlockConfig(mixer=mixer, cross=cross, **parts)
     return T5Config(
         hidden=row.hidden,
         encoder_length=encoder_length,
@@ -136,7 +149,10 @@ def _t5(
         encoder=StackConfig(pattern=(reads,), repeats=row.layers),
         stack=StackConfig(pattern=(writes,), repeats=row.layers),
         norm=norm,
-        learned_positions=True,
+        head_bias=False,
         dropout=dropout,
+        init_std=(row.hidden * row.head_dim**0.5) ** -0.5,  # scores have no factor: theirs is 1 at first
+        embedding_std=1.0,  # a tied head with smaller ones would learn slowly
+        family="t5",
         **more,
     )

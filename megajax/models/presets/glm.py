@@ -53,7 +53,7 @@ def glm4(size: str, *, sequence_length: int = 32768, vocabulary_size: int = 1515
     mixer = AttentionConfig(**sizes, qkv_bias=size == "9b" or None, rope=rope)
     norm, mlp = RMSNormConfig(epsilon=1e-5), GatedMLPConfig(ffn=row.ffn)
     block = BlockConfig(mixer=mixer, mlp=mlp, norm=norm, norm_placement="sandwich")
-    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="glm4")
 
 
 def glm4_moe(size: str, *, sequence_length: int = 131072, vocabulary_size: int = 151552) -> DecoderConfig:
@@ -89,4 +89,5 @@ def glm4_moe(size: str, *, sequence_length: int = 131072, vocabulary_size: int =
         stack=stack_of([first if layer < dense else block for layer in range(row.layers)]),
         norm=norm,
         prediction=PredictionConfig(weight=0.3),
+        family="glm4_moe",
     )

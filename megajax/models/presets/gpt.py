@@ -70,4 +70,5 @@ def _gpt(size: Size, sequence_length: int, vocabulary_size: int, dropout: float)
         learned_positions=True,
         tied=True,
         dropout=dropout,
+        family="gpt2",
     )

@@ -43,6 +43,7 @@ def granite(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 49
         vocabulary_size=vocabulary_size,
         tied=row.tied,
         width_scaling=scaling,
+        family="granite",
     )
 
 
@@ -93,4 +94,4 @@ def granite4(size: str, *, sequence_length: int = 8192, vocabulary_size: int = 1
     before = every // 2
     blocks = (*(linear,) * before, full, *(linear,) * (every - before - 1))
     sizes = {"sequence_length": sequence_length, "vocabulary_size": vocabulary_size}
-    return decoder(row, *blocks, **sizes, tied=row.tied, width_scaling=scaling)
+    return decoder(row, *blocks, **sizes, tied=row.tied, width_scaling=scaling, family="granitemoehybrid")

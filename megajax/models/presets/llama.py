@@ -60,7 +60,7 @@ def _llama(size: Size, rope: RopeConfig, sequence_length: int, vocabulary_size: 
         mlp=GatedMLPConfig(ffn=size.ffn),
         norm=RMSNormConfig(),
     )
-    return decoder(size, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(size, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="llama")
 
 
 PHI3 = {
@@ -90,7 +90,7 @@ def phi3(
     mixer = AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, rope=rope)
     block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=row.ffn), norm=RMSNormConfig(epsilon=1e-5))
     vocabulary_size = vocabulary_size or row.vocabulary
-    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="phi3")
 
 
 SMOLLM3 = {"debug": Size(4, 64, 4, 2, 160, tied=True), "3b": Size(36, 2048, 16, 4, 11008, tied=True)}
@@ -106,7 +106,9 @@ def smollm3(size: str, *, sequence_length: int = 65536, vocabulary_size: int = 1
     rotated = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=row.ffn), norm=RMSNormConfig(epsilon=1e-6))
     block = replace(rotated, mixer=replace(mixer, rope=None))
     blocks = (rotated, rotated, rotated, block)
-    return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied)
+    return decoder(
+        row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied, family="smollm3"
+    )
 
 
 MIXTRAL = {
@@ -131,4 +133,4 @@ def mixtral(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 32
         ),
         norm=RMSNormConfig(),
     )
-    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="mixtral")

@@ -76,4 +76,5 @@ def llama4(size: str, *, sequence_length: int = 8192, vocabulary_size: int = 202
         sequence_length=sequence_length,
         stack=stack_of(blocks),
         norm=norm,
+        family="llama4_text",
     )

@@ -1,6 +1,5 @@
 """Qwen 2.5 (Qwen team 2024, table 1), Qwen 3 (2025, tables 1 and 2), and Qwen3-Next, 3.5 and VL, as released."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,7 +93,7 @@ def qwen2(size: str, *, sequence_length: int = 32768, vocabulary_size: int | Non
 
     Example: `mj.qwen2("7b")`
     """
-    return _qwen(pick("qwen2", QWEN2, size), sequence_length, vocabulary_size, qkv_bias=True)
+    return _qwen("qwen2", pick("qwen2", QWEN2, size), sequence_length, vocabulary_size, qkv_bias=True)
 
 
 def qwen3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
@@ -103,7 +102,7 @@ def qwen3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | Non
     Example: `mj.qwen3("8b")`
     """
     head_dim = 16 if size == "debug" else 128
-    return _qwen(pick("qwen3", QWEN3, size), sequence_length, vocabulary_size, head_dim=head_dim, qk_norm=NORM)
+    return _qwen("qwen3", pick("qwen3", QWEN3, size), sequence_length, vocabulary_size, head_dim=head_dim, qk_norm=NORM)
 
 
 def qwen3_moe(size: str, *, sequence_length: int = 32768, vocabulary_size: int = RELEASED) -> DecoderConfig:
@@ -125,15 +124,17 @@ def qwen3_moe(size: str, *, sequence_length: int = 32768, vocabulary_size: int =
         ),
         norm=NORM,
     )
-    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="qwen3_moe")
 
 
-def _qwen(size: Size, sequence_length: int, vocabulary_size: int | None, **attention: Any) -> DecoderConfig:
+def _qwen(
+    family: str, size: Size, sequence_length: int, vocabulary_size: int | None, **attention: Any
+) -> DecoderConfig:
     rope = RopeConfig(base=1000000.0)
     mixer = AttentionConfig(heads=size.heads, kv_heads=size.kv_heads, rope=rope, **attention)
     block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=size.ffn), norm=NORM)
-    vocabulary_size = vocabulary_size or size.vocabulary
-    return decoder(size, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=size.tied)
+    lengths = {"sequence_length": sequence_length, "vocabulary_size": vocabulary_size or size.vocabulary}
+    return decoder(size, block, **lengths, tied=size.tied, family=family)
 
 
 def qwen3_next(size: str, *, sequence_length: int = 262144, vocabulary_size: int = RELEASED) -> DecoderConfig:
@@ -143,7 +144,7 @@ def qwen3_next(size: str, *, sequence_length: int = 262144, vocabulary_size: int
 
     Example: `mj.qwen3_next("80b-a3b")`
     """
-    return _delta("qwen3_next", QWEN3_NEXT, size, sequence_length, vocabulary_size)
+    return _delta("qwen3_next", pick("qwen3_next", QWEN3_NEXT, size), sequence_length, vocabulary_size)
 
 
 def qwen3_5(size: str, *, sequence_length: int = 262144, vocabulary_size: int = 248320) -> DecoderConfig:
@@ -151,7 +152,7 @@ def qwen3_5(size: str, *, sequence_length: int = 262144, vocabulary_size: int = 
 
     Example: `mj.qwen3_5("27b")`
     """
-    return _delta("qwen3_5", QWEN3_5, size, sequence_length, vocabulary_size)
+    return _delta("qwen3_5_text", pick("qwen3_5", QWEN3_5, size), sequence_length, vocabulary_size)
 
 
 def qwen3_5_moe(size: str, *, sequence_length: int = 262144, vocabulary_size: int = 248320) -> DecoderConfig:
@@ -159,13 +160,11 @@ def qwen3_5_moe(size: str, *, sequence_length: int = 262144, vocabulary_size: in
 
     Example: `mj.qwen3_5_moe("35b-a3b")`
     """
-    return _delta("qwen3_5_moe", QWEN3_5_MOE, size, sequence_length, vocabulary_size)
+    return _delta("qwen3_5_moe_text", pick("qwen3_5_moe", QWEN3_5_MOE, size), sequence_length, vocabulary_size)
 
 
-def _delta(
-    family: str, sizes: Mapping[str, DeltaSize], size: str, sequence_length: int, vocabulary_size: int
-) -> DecoderConfig:
-    row, heads, key_heads, head_dim = pick(family, sizes, size)
+def _delta(family: str, size: DeltaSize, sequence_length: int, vocabulary_size: int) -> DecoderConfig:
+    row, heads, key_heads, head_dim = size
     mlp, norm = GatedMLPConfig(ffn=row.ffn), RMSNormConfig(epsilon=1e-6, zero_centred=True)
     feed_forward: FeedForwardConfig = mlp
     if row.experts:
@@ -181,7 +180,8 @@ def _delta(
         gate=True,
     )
     blocks = [BlockConfig(mixer=mixer, mlp=feed_forward, norm=norm) for mixer in (delta, delta, delta, attention)]
-    return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied)
+    lengths = {"sequence_length": sequence_length, "vocabulary_size": vocabulary_size}
+    return decoder(row, *blocks, **lengths, tied=row.tied, family=family)
 
 
 def qwen3_vl(size: str, *, sequence_length: int = 262144, vocabulary_size: int = RELEASED, **more: Any) -> QwenVLConfig:
@@ -218,4 +218,5 @@ def qwen3_vl(size: str, *, sequence_length: int = 262144, vocabulary_size: int =
         most=side**2,
     )
     language = replace(language, stack=replace(language.stack, pattern=(block,)))
-    return qwen_vl(language, tower, **{"image_token": min(IMAGE_TOKEN, vocabulary_size - 1), **more})
+    settings: dict[str, Any] = {"image_token": min(IMAGE_TOKEN, vocabulary_size - 1), "family": "qwen3_vl", **more}
+    return qwen_vl(language, tower, **settings)

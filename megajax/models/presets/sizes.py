@@ -31,7 +31,9 @@ def pick[Row](family: str, sizes: Mapping[str, Row], size: str) -> Row:
     return sizes[size]
 
 
-def decoder(size: Size, *blocks: BlockConfig, sequence_length: int, vocabulary_size: int, **more: Any) -> DecoderConfig:
+def decoder(
+    size: Size, *blocks: BlockConfig, family: str, sequence_length: int, vocabulary_size: int, **more: Any
+) -> DecoderConfig:
     """A decoder that repeats these blocks, the last time perhaps only the first of them.
 
     Their norm is also the final norm. more: other settings of the model.
@@ -44,5 +46,6 @@ def decoder(size: Size, *blocks: BlockConfig, sequence_length: int, vocabulary_s
         sequence_length=sequence_length,
         stack=stack_of([*blocks * repeats, *blocks[:rest]]) if rest else whole,
         norm=blocks[0].norm,
+        family=family,
         **more,
     )

@@ -4,7 +4,7 @@ Sizes are those of the papers and the released configs; InternViT is from Chen e
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from megajax.layers.attention.config import AttentionConfig
@@ -15,6 +15,7 @@ from megajax.layers.stack.config import StackConfig
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.llava.config import LlavaConfig
 from megajax.models.presets.sizes import Size, pick
+from megajax.models.transformer import settings_of
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.models.vit.config import ClassifierConfig, ViTConfig, with_image_head
 
@@ -27,7 +28,7 @@ VIT = {
     "h14": Size(32, 1280, 16, ffn=5120),
 }
 
-CLIP = {"b16": VIT["b16"], "l14": VIT["l14"], "l14-336": VIT["l14"]}
+CLIP = {"debug": VIT["debug"], "b16": VIT["b16"], "l14": VIT["l14"], "l14-336": VIT["l14"]}
 
 SIGLIP = {"b16": VIT["b16"], "so400m14": Size(27, 1152, 16, ffn=4304)}
 
@@ -41,7 +42,7 @@ def vit(size: str, *, classes: int = 1000, image: int = 224) -> ViTConfig:
 
     Example: `mj.vit("b16", classes=1000)`
     """
-    return with_image_head(vit_tower(size, image=image), ClassifierConfig(classes=classes))
+    return replace(with_image_head(vit_tower(size, image=image), ClassifierConfig(classes=classes)), family="vit")
 
 
 def vit_tower(size: str, *, image: int = 224) -> VisionTowerConfig:
@@ -129,5 +130,5 @@ def llava(language: DecoderConfig, vision: VisionTowerConfig, *, image_token: in
 
     Example: `mj.llava(mj.llama2("7b", vocabulary_size=32_001), mj.clip("l14-336"), image_token=32_000)`
     """
-    settings = {field.name: getattr(language, field.name) for field in fields(language)}
-    return LlavaConfig(**settings | more, vision=vision, image_token=image_token)
+    settings: dict[str, Any] = {**settings_of(language), "family": "llava", **more}
+    return LlavaConfig(**settings, vision=vision, image_token=image_token)

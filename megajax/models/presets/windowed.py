@@ -46,6 +46,7 @@ def cohere2(
         vocabulary_size=vocabulary_size,
         tied=row.tied,
         width_scaling=WidthScalingConfig(base_hidden=row.hidden, score_power=0.5, output=0.25),
+        family="cohere2",
     )
 
 
@@ -71,7 +72,9 @@ def exaone4(
     block = BlockConfig(mixer=full, mlp=GatedMLPConfig(ffn=row.ffn), norm=norm, norm_placement="output")
     local = replace(block, mixer=replace(full, window=window - 1, rope=rope))
     blocks = (block,) if row.tied else (local, local, local, block)
-    return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied)
+    return decoder(
+        row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=row.tied, family="exaone4"
+    )
 
 
 OLMO3 = {"debug": Size(4, 64, 4, 4, 160), "7b": Size(32, 4096, 32, 32, 11008), "32b": Size(64, 5120, 40, 8, 27648)}
@@ -94,7 +97,7 @@ def olmoe(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 5030
     router = RouterConfig(normalise="all", aux_loss=0.01, z_loss=0.001)
     moe = MoEConfig(experts=row.experts, top_k=row.top_k, expert=GatedMLPConfig(ffn=row.ffn), router=router)
     block = BlockConfig(mixer=mixer, mlp=moe, norm=norm)
-    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="olmoe")
 
 
 def olmo3(
@@ -115,7 +118,8 @@ def olmo3(
     )
     block = BlockConfig(mixer=full, mlp=GatedMLPConfig(ffn=row.ffn), norm=norm, norm_placement="output")
     local = replace(block, mixer=replace(full, window=window - 1, rope=plain))
-    return decoder(row, local, local, local, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    lengths = {"sequence_length": sequence_length, "vocabulary_size": vocabulary_size}
+    return decoder(row, *(local,) * 3, block, **lengths, family="olmo3")
 
 
 GPT_OSS = {
@@ -156,7 +160,9 @@ def gpt_oss(
         norm=RMSNormConfig(),
     )
     windowed = replace(block, mixer=replace(full, window=window - 1))
-    return decoder(row, windowed, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(
+        row, windowed, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="gpt_oss"
+    )
 
 
 class GemmaSize(NamedTuple):
@@ -200,7 +206,7 @@ def gemma2(size: str, *, sequence_length: int = 8192, vocabulary_size: int | Non
     row = pick("gemma2", GEMMA2, size)
     full = replace(_attention(row), rope=RopeConfig(), score_cap=50.0)
     local = replace(full, window=row.window - 1)
-    return _decoder(row, (local, full), sequence_length, vocabulary_size, logit_cap=30.0)
+    return _decoder(row, (local, full), sequence_length, vocabulary_size, logit_cap=30.0, family="gemma2")
 
 
 def gemma3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
@@ -213,7 +219,7 @@ def gemma3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | No
     row = pick("gemma3", GEMMA3, size)
     full = replace(_attention(row), qk_norm=GEMMA_NORM, rope=RopeConfig(base=1e6, interpolation=row.interpolation))
     local = replace(full, window=row.window - 1, rope=RopeConfig(base=1e4))
-    return _decoder(row, (*(local,) * 5, full), sequence_length, vocabulary_size)
+    return _decoder(row, (*(local,) * 5, full), sequence_length, vocabulary_size, family="gemma3_text")
 
 
 def _attention(row: GemmaSize) -> AttentionConfig:

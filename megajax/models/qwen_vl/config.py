@@ -1,23 +1,24 @@
 """The config of Qwen3-VL; importing this imports neither jax nor flax."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megajax.batch import Leaf, Patches, Placeholder
+from megajax.config.bounds import Index, Size
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import Request
-from megajax.layers.facts import Elements, Matmul, Weight, prefixed
+from megajax.kernels.attention.capability import KernelRequest
+from megajax.layers.facts import Elements, Matmul
 from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig, blocks_of, stack_of
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
-from megajax.models.transformer import TransformerConfig
+from megajax.models.transformer import TransformerConfig, settings_of
 from megajax.models.vision.config import VisionTowerConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DynamicTowerConfig(VisionTowerConfig):
     """A vision tower for images of any size (Qwen3-VL, Bai et al. 2025).
 
@@ -28,32 +29,30 @@ class DynamicTowerConfig(VisionTowerConfig):
     """
 
     target: ClassVar[str] = "megajax.models.qwen_vl.module:DynamicTower"
-    merge: int = 2
+    merge: Size = 2
     """Squares of patches with this side are one position of the decoder."""
-    frames: int = 2
+    frames: Size = 2
     """Frames of a patch. An image is repeated, as a video that stands still."""
     features: tuple[int, ...] = ()
     """Numbers of the blocks, ascending, whose outputs DeepStack adds to the first layers of the decoder."""
-    least: int = 256
+    least: Index = 256
     """Smaller images are enlarged to this many patches."""
-    most: int = 2304
+    most: Size = 2304
     """Maximum number of patches of an image: larger images are reduced."""
-    budget: int | None = None
+    budget: Size | None = None
     """Room for all images of a row of training, in patches; none: `most`, for one image of the largest size or several
     smaller ones. Images fill it one after the other, and every row takes the time and memory of this many patches."""
 
     def problems(self) -> list[Problem]:
-        problems = VisionTowerConfig.problems(self)
+        problems = super().problems()
         square = self.merge**2
-        if self.merge < 1 or self.frames < 1:
-            problems.append(Problem("merge", f"must be at least 1, as frames, got {self.merge} and {self.frames}"))
-        elif self.most < square or self.most % square or self.most % self.positions_multiple:
+        if self.most % square or self.most % self.positions_multiple:
             message = f"{self.most} is not a multiple of merge^2={square} and of {self.positions_multiple}"
             problems.append(Problem("most", message, "it is the length of the tower's rows"))
-        elif self.row_patches() % self.most or self.row_patches() < 1:
+        elif self.row_patches() % self.most:
             message = f"{self.budget} is not a multiple of most={self.most}, the patches of the largest image"
             problems.append(Problem("budget", message))
-        elif not 0 <= self.least <= self.most:
+        elif self.least > self.most:
             problems.append(Problem("least", f"must be between 0 and most={self.most}, got {self.least}"))
         if self.class_tokens:
             problems.append(Problem("class_tokens", f"must be 0 for images of any size, got {self.class_tokens}"))
@@ -74,6 +73,10 @@ class DynamicTowerConfig(VisionTowerConfig):
             StackConfig(pattern=(block,), repeats=end - start) for start, end in zip(starts, ends, strict=True)
         )
 
+    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
+        """The stages: the first layers of the decoder read the outputs of the ones before the last."""
+        return {f"stages.{number}": stack for number, stack in enumerate(self.stages())}
+
     def image_leaf(self) -> Leaf:
         """The patches of a row's images, squares of `merge` x `merge` one after another; rows of pixels in each."""
         return Leaf("uint8", (self.row_patches(), self.patch_size() // self.frames), (None, None))
@@ -84,7 +87,7 @@ class DynamicTowerConfig(VisionTowerConfig):
 
     def patch_size(self) -> int:
         """Number of values in a patch, all frames included."""
-        return VisionTowerConfig.patch_size(self) * self.frames
+        return super().patch_size() * self.frames
 
     def positions(self) -> int:
         """Patches of a row."""
@@ -94,7 +97,7 @@ class DynamicTowerConfig(VisionTowerConfig):
         """0: images may fill their rows."""
         return 0
 
-    def known_rows(self, stack: str, request: Request) -> Request:
+    def known_rows(self, stack: str, request: KernelRequest) -> KernelRequest:
         """The images of a row are documents."""
         return replace(TransformerConfig.known_rows(self, stack, request), documents=True)
 
@@ -105,7 +108,7 @@ class DynamicTowerConfig(VisionTowerConfig):
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """A section for each stage; the first one has the input layers. Rows are full of images of the largest size."""
-        (tower,) = VisionTowerConfig.section_facts(self)
+        (tower,) = super().section_facts()
         matmul = Matmul(inputs=Elements(replicated=self.patch_size()), outputs=Elements(replicated=self.hidden))
         sections = [
             replace(tower, path=f"stages.{number}", stack=stack, norm=IdentityNormConfig(), weights=(), matmuls=())
@@ -120,7 +123,7 @@ class DynamicTowerConfig(VisionTowerConfig):
         return tuple(sections)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class QwenVLConfig(LlavaConfig):
     """Qwen3-VL (Bai et al. 2025): LLaVA with images of any size, DeepStack and positions along three axes.
 
@@ -137,7 +140,7 @@ class QwenVLConfig(LlavaConfig):
     """Normalisation of merged patches before the projectors of DeepStack."""
 
     def problems(self) -> list[Problem]:
-        problems = LlavaConfig.problems(self)
+        problems = super().problems()
         stacked = [block.deepstack for block in blocks_of(self.stack)]
         count = len(self.vision.features)
         if stacked != [layer < count for layer in range(len(stacked))]:
@@ -159,7 +162,7 @@ class QwenVLConfig(LlavaConfig):
         """Positions that the images of a row take at most."""
         return self.vision.row_patches() // self.vision.merge**2
 
-    def merged(self) -> int:
+    def projected(self) -> int:
         """Width of merged patches."""
         return self.vision.hidden * self.vision.merge**2
 
@@ -173,28 +176,13 @@ class QwenVLConfig(LlavaConfig):
         return {**DecoderConfig.schema(self), "images": images, "grids": grids}
 
     def projectors(self) -> dict[str, ProjectorConfig]:
-        """Name in the module -> config, of the tower's output and of each of its features."""
+        """Those of the tower's output and of each of its features."""
         features = replace(self.projector, norm=self.feature_norm)
         return {"projector": self.projector} | {f"features.{n}": features for n in range(len(self.vision.features))}
 
-    def section_facts(self) -> tuple[SectionFacts, ...]:
-        """The stages of the tower, and the decoder with the projectors."""
-        (decoder,) = DecoderConfig.section_facts(self)
-        share = self.row_image_positions() / self.sequence_length
-        weights, matmuls = list[Weight](decoder.weights), list[Matmul]()
-        for name, projector in self.projectors().items():
-            inner, products = projector.facts(self.merged(), self.hidden, share)
-            weights, matmuls = [*weights, *prefixed(name, inner)], [*matmuls, *products]
-        stages = [
-            replace(stage, path=f"vision.{stage.path}", weights=prefixed("vision", stage.weights))
-            for stage in self.vision.section_facts()
-        ]
-        return (*stages, replace(decoder, weights=tuple(weights), matmuls=tuple(matmuls)))
-
-    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
-        """The stages of the tower, and the decoder's blocks."""
-        stages = {f"vision.stages.{number}": stack for number, stack in enumerate(self.vision.stages())}
-        return {**stages, "": self.stack}
+    def sequences(self, tower: SectionFacts) -> int:
+        """Largest images of a row."""
+        return tower.sequences
 
 
 def qwen_vl(language: DecoderConfig, vision: DynamicTowerConfig, *, image_token: int, **more: Any) -> QwenVLConfig:
@@ -204,7 +192,7 @@ def qwen_vl(language: DecoderConfig, vision: DynamicTowerConfig, *, image_token:
 
     Example: `mj.qwen_vl(mj.qwen3("4b"), mj.qwen3_vl("4b").vision, image_token=151_655)`
     """
-    settings: dict[str, Any] = {field.name: getattr(language, field.name) for field in fields(DecoderConfig)}
+    settings = settings_of(language, DecoderConfig)
     blocks = blocks_of(language.stack)
     count = len(vision.features)
     settings["stack"] = stack_of([replace(block, deepstack=n < count) for n, block in enumerate(blocks)])

@@ -16,9 +16,9 @@ from megajax.layers.context import Context, dropout
 from megajax.layers.norm.config import IdentityNormConfig
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
-from megajax.models.decoder.module import EMBEDDING_PLACE, DecoderLM, layer_settings
+from megajax.models.decoder.module import EMBEDDING_PLACE, DecoderLM, batch_of, layer_settings
 from megajax.models.llava.module import VISION, Llava, image_keys
-from megajax.models.protocol import Section, last_output, with_memory
+from megajax.models.protocol import Section, last_output
 from megajax.models.qwen_vl.config import DynamicTowerConfig, QwenVLConfig
 from megajax.models.vision.module import RESIDUAL, normalised_pixels, tower_settings
 
@@ -29,7 +29,7 @@ class QwenVL(Llava):
     def __init__(self, cfg: QwenVLConfig, layout: Layout):
         DecoderLM.__init__(self, cfg, layout)
         self.vision: Any = cfg.vision.build(layout)
-        size, settings = cfg.merged(), layer_settings(cfg, layout)
+        size, settings = cfg.projected(), layer_settings(cfg, layout)
         self.projector, *features = (projector.build(size, (1, 1), settings) for projector in cfg.projectors().values())
         self.features = nnx.List(features)
 
@@ -55,23 +55,18 @@ class QwenVL(Llava):
         """
         if images is None or grids is None:
             return DecoderLM.__call__(self, tokens, positions, segment_ids)
-        index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        batch = {"tokens": tokens, "positions": index if positions is None else positions}
-        batch |= {"images": images, "grids": grids} | ({} if segment_ids is None else {"segment_ids": segment_ids})
-        return self.logits(self.final_norm(last_output(self.sections, batch)[0]))
+        batch = batch_of(tokens=tokens, positions=positions, segment_ids=segment_ids, images=images, grids=grids)
+        return self.logits(self.states(batch))
 
     def image_states(self, images: Array, grids: Array) -> Array:
         """Images uint8 [B, P, pixels] and grids int32 [B, 2] -> states [B, P / M, (1 + features) * D]."""
-        batch, memory = {"images": images, "grids": grids[:, None]}, None
-        for section in self.stage_sections().values():
-            ctx = with_memory(section.context(batch, None), memory)
-            memory = section.leave(section.stack(section.enter(section.embed(batch), ctx), ctx), ctx)
-        assert memory is not None
-        return memory
+        sections = self.stage_sections()
+        x, ctx = last_output(sections, {"images": images, "grids": grids[:, None]})
+        return [*sections.values()][-1].leave(x, ctx)
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the decoder, with the index of the image position at each `image_token`, and positions."""
-        ctx, of_image = Llava.context(self, batch, key), batch["tokens"] == self.cfg.image_token
+        ctx, of_image = super().context(batch, key), batch["tokens"] == self.cfg.image_token
         number, inside, before = image_places(of_image, batch["grids"] // self.vision.cfg.merge)
         # A document has no images before its first token, whatever the row has.
         first = jnp.maximum(ctx.index[None] - ctx.positions, 0)
@@ -112,7 +107,7 @@ class DynamicTower(nnx.Module):
         self.positions = param((cfg.patches(), cfg.hidden), (None, "embed"), init=init)
         stacks = cfg.stages()
         norms = [*[IdentityNormConfig()] * (len(stacks) - 1), cfg.norm]
-        self.stages = nnx.List([Stage(*pair, cfg, settings) for pair in zip(stacks, norms, strict=True)])
+        self.stages = nnx.List([TowerStage(*pair, cfg, settings) for pair in zip(stacks, norms, strict=True)])
 
     def embed_images(self, images: Array, grids: Array) -> Array:
         """Images uint8 [B, P, pixels], grids int32 [B, N, 2] -> embedded patches with their positions [B, P, C].
@@ -175,7 +170,7 @@ def patch_places(grids: Array, patches: int, merge: int) -> PatchPlaces:
     return PatchPlaces(number, inside, sides)
 
 
-class Stage(nnx.Module):
+class TowerStage(nnx.Module):
     """Consecutive blocks of the tower, and a norm."""
 
     def __init__(self, stack: Any, norm: Any, cfg: DynamicTowerConfig, settings: LayerSettings):

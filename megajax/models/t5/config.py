@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from megajax.batch import Leaf
+from megajax.config.bounds import Size
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import Request
-from megajax.layers.block.config import BlockConfig
+from megajax.kernels.attention.capability import KernelRequest
 from megajax.layers.facts import LayerBuilder
 from megajax.layers.norm.config import LayerNormConfig, NormConfig
 from megajax.layers.position.config import RelativeBiasConfig
@@ -16,7 +16,7 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import SectionFacts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class T5Config(DecoderConfig):
     """T5 (Raffel et al. 2020), as in Megatron-LM: an encoder, and a decoder whose blocks read its output.
 
@@ -26,7 +26,7 @@ class T5Config(DecoderConfig):
     target: ClassVar[str] = "megajax.models.t5.module:T5"
     encoder: StackConfig
     """The blocks of the encoder; the decoder's are `stack`."""
-    encoder_length: int
+    encoder_length: Size
     """Tokens in a row of the encoder; sequence_length is the decoder's."""
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
     """Normalisation after the encoder, and before the head."""
@@ -36,18 +36,14 @@ class T5Config(DecoderConfig):
     """Add a bias to logits."""
 
     def problems(self) -> list[Problem]:
-        problems = DecoderConfig.problems(self)
-        if self.encoder_length < 1:
-            problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
+        problems = super().problems()
         if self.prediction is not None:
             problems.append(Problem("prediction", "needs a model with one section", "set it to none"))
         for setting, block in self.stack.named_blocks().items():
             if block.cross is None:
                 message = "does not read the encoder: cross is none"
                 problems.append(Problem(f"stack.{setting}", message))
-        for setting, mixer in self.own_mixers("encoder").items():
-            if getattr(mixer, "causal", False):
-                problems.append(Problem(f"{setting}.causal", "hides later tokens from the encoder", "set it to false"))
+        problems += self.hiding_problems("hides later tokens from the encoder", "encoder")
         return problems + self._relative_problems()
 
     def _relative_problems(self) -> list[Problem]:
@@ -60,15 +56,6 @@ class T5Config(DecoderConfig):
                 problems.append(Problem(f"{setting}.relative.both_ways", message, f"set it to {str(reads).lower()}"))
         return problems
 
-    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
-        """The encoder's blocks, and the decoder's."""
-        return {"encoder": self.encoder, "": self.stack}
-
-    def named_blocks(self) -> dict[str, BlockConfig]:
-        """Blocks of the decoder and of the encoder, by setting."""
-        encoder = {f"encoder.{setting}": block for setting, block in self.encoder.named_blocks().items()}
-        return DecoderConfig.named_blocks(self) | encoder
-
     def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:
         """The layers of the encoder and of the decoder, by setting."""
         return {"encoder": self.encoder, "stack": self.stack}
@@ -77,9 +64,9 @@ class T5Config(DecoderConfig):
         """Tokens in a row of the encoder or of the decoder."""
         return self.encoder_length if setting.startswith("encoder") else self.sequence_length
 
-    def known_rows(self, stack: str, request: Request) -> Request:
+    def known_rows(self, stack: str, request: KernelRequest) -> KernelRequest:
         """Adds that keys of another sequence are the encoder's."""
-        return replace(DecoderConfig.known_rows(self, stack, request), key_length=self.encoder_length)
+        return replace(super().known_rows(stack, request), key_length=self.encoder_length)
 
     def attention_name(self, stack: str, part: str) -> str:
         """Encoder self-attention, decoder self-attention or decoder cross-attention."""
@@ -89,10 +76,6 @@ class T5Config(DecoderConfig):
     def pads_rows(self) -> bool:
         """True: rows of the encoder and of the decoder are padded."""
         return True
-
-    def has_dropout(self) -> bool:
-        """Whether training draws random numbers."""
-        return DecoderConfig.has_dropout(self) or any(block.has_dropout() for block in self.encoder.pattern)
 
     def schema(self) -> dict[str, Leaf]:
         """Tokens and padding of the encoder and of the decoder, and the decoder's labels."""
@@ -110,14 +93,14 @@ class T5Config(DecoderConfig):
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """Problems of both sections on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
-        yield from DecoderConfig.mesh_problems(self, sizes, sequence=sequence)
+        yield from super().mesh_problems(sizes, sequence=sequence)
         if sequence and self.encoder_length % sizes["tensor"]:
             message = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
             yield Problem("encoder_length", message, "needed with parallel.sequence=true")
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The encoder, and the decoder that reads its output. They share tables, which are counted for the encoder."""
-        (decoder,) = DecoderConfig.section_facts(self)
+        (decoder,) = super().section_facts()
         encoder = replace(decoder, path="encoder", length=self.encoder_length, stack=self.encoder)
         return encoder, replace(decoder, memory_length=self.encoder_length, weights=())
 

@@ -5,7 +5,6 @@ position of the decoder reads the whole encoder output, so the work is even.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, rows_of
 from megajax.layers.param import LayerSettings
 from megajax.mesh.layout import Layout
-from megajax.models.decoder.module import DecoderLM, in_order, layer_settings
-from megajax.models.protocol import Section, last_output
+from megajax.models.decoder.module import DecoderLM, batch_of, layer_settings
+from megajax.models.protocol import Section
 from megajax.models.t5.config import T5Config
 
 ENCODER = 1
@@ -51,16 +50,14 @@ class T5(DecoderLM):
         """
         if encoder_tokens is None:
             raise ValueError("T5 needs encoder_tokens, the input of its encoder")
-        leaves = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
-        leaves |= {"encoder_tokens": encoder_tokens, "encoder_segment_ids": encoder_segment_ids}
-        batch = {name: leaf for name, leaf in leaves.items() if leaf is not None}
-        x, _ = last_output(self.sections, batch)
-        return self.logits(self.final_norm(x))
+        batch = batch_of(tokens=tokens, positions=positions, segment_ids=segment_ids)
+        return self.logits(
+            self.states(batch | batch_of(encoder_tokens=encoder_tokens, encoder_segment_ids=encoder_segment_ids))
+        )
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the decoder, without the output of the encoder."""
-        ctx = super().context({"positions": in_order(self.layout, batch["tokens"]), **batch}, key)
-        return ctx._replace(memory_segments=batch.get("encoder_segment_ids"))
+        return super().context(batch, key)._replace(memory_segments=batch.get("encoder_segment_ids"))
 
     def remember(self, tokens: Array, cache: Cache, ctx: Context) -> Cache:
         """The cache with the encoder output for tokens int32 [R, L], in the slots of their rows."""
@@ -88,10 +85,8 @@ class EncoderSection:
 
     def context(self, batch: Rows, key: Array | None) -> Context:
         """Every token attends to all tokens of its row except padding."""
-        tokens = batch["encoder_tokens"]
-        rows: dict[str, Any] = {"tokens": tokens, "positions": in_order(self.model.layout, tokens)}
+        rows = batch_of(tokens=batch["encoder_tokens"], segment_ids=batch.get("encoder_segment_ids"))
         rows |= {SAMPLE: batch[SAMPLE]} if SAMPLE in batch else {}
-        rows |= {"segment_ids": batch["encoder_segment_ids"]} if "encoder_segment_ids" in batch else {}
         encoder_key = None if key is None else jax.random.fold_in(key, ENCODER)
         return DecoderLM.context(self.model, rows, encoder_key)
 

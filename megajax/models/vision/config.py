@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, lcm
-from typing import Any, ClassVar, Literal
+from math import lcm
+from typing import Annotated, Any, ClassVar, Literal
 
 from megajax.batch import Leaf
+from megajax.config.bounds import LARGEST, BelowOne, Bounds, Count, Positive, Share, Size
 from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import Request
-from megajax.layers.checks import LARGEST, above_zero, below_one
+from megajax.kernels.attention.capability import KernelRequest
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, norm_weights
 from megajax.layers.norm.config import LayerNormConfig, NormConfig
-from megajax.layers.recompute import Part, Recompute
+from megajax.layers.recompute import Layers, Part, Recompute
 from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.models.facts import SectionFacts
 from megajax.models.transformer import TransformerConfig
@@ -23,7 +23,7 @@ CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.
 """Mean and standard deviation of the pixels in CLIP's training data."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class VisionTowerConfig(Builds, TransformerConfig):
     """A vision transformer without a head (Dosovitskiy et al. 2021): patch and position embedding, blocks, norm.
 
@@ -33,66 +33,54 @@ class VisionTowerConfig(Builds, TransformerConfig):
     """
 
     target: ClassVar[str] = "megajax.models.vision.module:VisionTower"
-    hidden: int
+    hidden: Size
     """Hidden size: width of the residual stream."""
     stack: StackConfig | SegmentsConfig
     """The blocks."""
-    height: int = 224
+    height: Size = 224
     """Height of an image in pixels."""
-    width: int = 224
+    width: Size = 224
     """Width of an image in pixels."""
-    patch: int = 16
+    patch: Size = 16
     """Side of a square patch in pixels; each patch is a position."""
     patch_bias: bool = True
     """The patch embedding has a bias. CLIP has none."""
-    class_tokens: int = 1
+    class_tokens: Annotated[int, Bounds(at_least=0, at_most=LARGEST)] = 1
     """Learned positions before the patches; 0: none, as in SigLIP."""
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    mean: tuple[Share, Share, Share] = (0.5, 0.5, 0.5)
     """Means of red, green and blue, between 0 and 1. Pixels become (pixel / 255 - mean) / deviation on the device."""
-    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
+    deviation: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
     """Standard deviations of red, green and blue."""
-    positions_multiple: int = 8
+    positions_multiple: Size = 8
     """Rows are padded to a multiple of this many positions; padding is not attended to. cuDNN's attention needs rows of
     even length, and sequence parallelism needs a length that parallel.tensor divides."""
     entry_norm: NormConfig | LayerBuilder | None = None
     """Normalisation after the embedding, before the first block, as in CLIP; none: no normalisation."""
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
     """Normalisation after the blocks."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout rate of the embedding's output."""
     residual: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream: precision.compute or float32."""
-    init_std: float = 0.02
+    init_std: Positive = 0.02
     """Standard deviation of initial weights. Matrices that write to the residual stream have init_std / sqrt(number of
     sub-layers): sqrt(2 * layers) with two sub-layers in each block."""
     recompute: Recompute = "selective"
     """Tensors that the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
     selective, which is norm,latent,activation; or full, everything but the inputs of layers."""
-    recompute_layers: int | None = None
+    recompute_layers: Layers | None = None
     """Apply recompute to this many layers, the first of each chunk of a pipeline stage; the other layers use the next
     cheaper setting (selective, or none). none: all layers."""
-    layers_per_checkpoint: int = 1
+    layers_per_checkpoint: Count = 1
     """With recompute=full, number of consecutive layers recomputed together from the saved input of the first."""
     offload: tuple[Part, ...] = ()
     """Saved tensors to offload to host memory until the backward pass; input is the input of a layer."""
-    unroll: int | None = 1
+    unroll: Layers | None = 1
     """Layers per iteration of the compiled loop over layers (the unroll of jax.lax.scan); none: all, without a loop."""
 
     def problems(self) -> list[Problem]:
-        sizes = ("hidden", "height", "width", "patch", "positions_multiple")
-        problems = above_zero(**{name: getattr(self, name) for name in sizes}, init_std=self.init_std)
-        if not 0 <= self.class_tokens <= LARGEST:
-            problems.append(Problem("class_tokens", f"must be at least 0, got {self.class_tokens}"))
-        if self.unroll is not None and self.unroll < 1:
-            problems.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
-        problems += below_one(dropout=self.dropout)
-        if problems:
-            return problems
-        problems += [*self._image_problems(), *self.recompute_problems(), *self.shape_problems()]
-        for setting, mixer in self.own_mixers().items():
-            if getattr(mixer, "causal", False):
-                problems.append(Problem(f"{setting}.causal", "hides later patches", "set it to false"))
-        return problems
+        problems = [*self._image_problems(), *self.recompute_problems(), *self.shape_problems()]
+        return problems + self.hiding_problems("hides later patches")
 
     def _image_problems(self) -> list[Problem]:
         problems = []
@@ -102,11 +90,6 @@ class VisionTowerConfig(Builds, TransformerConfig):
                 below = size // self.patch * self.patch
                 sizes = " or ".join(str(pixels) for pixels in (below, below + self.patch) if pixels)
                 problems.append(Problem(name, f"{size} is not divisible by patch={self.patch}", f"use {sizes}"))
-        for name, low in (("mean", -inf), ("deviation", 0.0)):
-            values = getattr(self, name)
-            if len(values) != CHANNELS or not all(low < value < inf for value in values):
-                message = f"must be {CHANNELS} numbers{' above 0' * (low == 0)}, one for each channel, got {values}"
-                problems.append(Problem(name, message))
         return problems
 
     def image_leaf(self) -> Leaf:
@@ -138,9 +121,9 @@ class VisionTowerConfig(Builds, TransformerConfig):
         """Whether rows have padding."""
         return self.padding() > 0
 
-    def known_rows(self, stack: str, request: Request) -> Request:
+    def known_rows(self, stack: str, request: KernelRequest) -> KernelRequest:
         """An image is one document."""
-        return replace(TransformerConfig.known_rows(self, stack, request), documents=False)
+        return replace(super().known_rows(stack, request), documents=False)
 
     def patch_size(self) -> int:
         """Number of values in a patch."""
@@ -188,7 +171,7 @@ class VisionTowerConfig(Builds, TransformerConfig):
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """Problems of the tower on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
-        yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
+        yield from super().mesh_problems(sizes, sequence=sequence)
         tensor = sizes["tensor"]
         if sequence and self.positions() % tensor:
             message = f"pads rows to {self.positions()} positions, which parallel.tensor={tensor} does not divide"

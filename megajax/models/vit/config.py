@@ -1,14 +1,14 @@
 """The config of ViT, its poolings and heads; importing this imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar
 
 from megajax.batch import Leaf
+from megajax.config.bounds import LARGEST, BelowOne, Bounds, Size
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
 from megajax.layers.attention.config import CrossAttentionConfig
-from megajax.layers.checks import LARGEST, above_zero, below_one
 from megajax.layers.facts import Matmul, Weight, dense, prefixed
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -16,14 +16,14 @@ from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.quantization.config import QuantizationConfig
 from megajax.models.facts import HeadFacts
 from megajax.models.protocol import ModelConfig
-from megajax.models.transformer import AdaptedConfig
+from megajax.models.transformer import AdaptedConfig, settings_of
 from megajax.models.vision.config import VisionTowerConfig
 
 IGNORED = 255
 """Class of pixels that are ignored."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassTokenConfig(Builds):
     """The state of the first class token represents the image.
 
@@ -53,7 +53,7 @@ class ClassTokenConfig(Builds):
         return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MeanPoolingConfig(ClassTokenConfig):
     """The mean of the states of all patches represents the image.
 
@@ -68,7 +68,7 @@ class MeanPoolingConfig(ClassTokenConfig):
         yield from ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionPoolingConfig(Builds):
     """A learned query attends to all positions; then x + mlp(norm(x)) (Zhai et al. 2022; the head of SigLIP).
 
@@ -107,7 +107,7 @@ class AttentionPoolingConfig(Builds):
 type PoolingConfig = ClassTokenConfig | MeanPoolingConfig | AttentionPoolingConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassifierConfig(Builds):
     """One class for each image, from a linear layer over its pooled state.
 
@@ -115,15 +115,12 @@ class ClassifierConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.models.vit.module:Classifier"
-    classes: int
+    classes: Size
     """Number of classes."""
     pooling: PoolingConfig = field(default_factory=ClassTokenConfig)
     """How the states of an image are reduced to one."""
-    label_smoothing: float = 0.0
+    label_smoothing: BelowOne = 0.0
     """Probability mass spread evenly over all classes (Szegedy et al. 2016). Not in the reported loss."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(classes=self.classes) + below_one(label_smoothing=self.label_smoothing)
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
         """Problems of the pooling on this tower."""
@@ -158,7 +155,7 @@ class ClassifierConfig(Builds):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SegmenterConfig(Builds):
     """One class for each pixel: a linear layer over the states of patches, upsampled (Strudel et al. 2021).
 
@@ -166,17 +163,10 @@ class SegmenterConfig(Builds):
     """
 
     target: ClassVar[str] = "megajax.models.vit.module:Segmenter"
-    classes: int
+    classes: Annotated[int, Bounds(at_least=1, at_most=IGNORED, hint=f"{IGNORED} is the class of ignored pixels")]
     """Number of classes; pixels of class 255 are ignored."""
-    label_smoothing: float = 0.0
+    label_smoothing: BelowOne = 0.0
     """Probability mass spread evenly over all classes. Not in the reported loss."""
-
-    def problems(self) -> list[Problem]:
-        problems = above_zero(classes=self.classes) + below_one(label_smoothing=self.label_smoothing)
-        if self.classes > IGNORED:
-            message = f"{self.classes} is too many: {IGNORED} is the class of ignored pixels"
-            problems.append(Problem("classes", message, f"use at most {IGNORED}"))
-        return problems
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
         """No problems."""
@@ -205,8 +195,8 @@ class SegmenterConfig(Builds):
 type HeadConfig = ClassifierConfig | SegmenterConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attribute-override] frozen, and nothing sets it
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):
     """A vision transformer that classifies images or their pixels (Dosovitskiy et al. 2021).
 
     Example: `mj.vit("b16", classes=1000)`
@@ -219,16 +209,17 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
     """Low-rank adapters: they are trained, and the other weights only where optimizer.trainable names them."""
     quantization: QuantizationConfig | None = None
     """Weights in 8 or 4 bits, as `python -m megajax.convert --quantize` made them; none: float weights."""
+    family: str = ""
+    """Family of Hugging Face models that an export is written as; "": the plainest that fits."""
 
     def problems(self) -> list[Problem]:
-        problems = VisionTowerConfig.problems(self)
-        if problems or self.head.problems():
-            return problems
-        return [replace(problem, setting=f"head.{problem.setting}") for problem in self.head.tower_problems(self)]
+        return super().problems() or [
+            replace(problem, setting=f"head.{problem.setting}") for problem in self.head.tower_problems(self)
+        ]
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        return VisionTowerConfig.has_dropout(self) or self.drops_inputs()
+        return super().has_dropout() or self.drops_inputs()
 
     def schema(self) -> Mapping[str, Leaf]:
         """Images, and what the head reads."""
@@ -244,5 +235,4 @@ def with_image_head(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
 
     Example: `mj.with_image_head(mj.vit_tower("b16"), mj.SegmenterConfig(classes=21))`
     """
-    settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
-    return ViTConfig(head=head, **settings)
+    return ViTConfig(head=head, **settings_of(tower, VisionTowerConfig))

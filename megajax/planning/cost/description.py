@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from math import gcd, prod
 from typing import Literal
 
-from megajax.compiled.gpus import OVERHEAD, Device
 from megajax.config.errors import UserError
 from megajax.layers.block.step_work import Training
 from megajax.layers.expert_facts import ExpertSharding
@@ -22,11 +21,12 @@ from megajax.layers.facts import BlockFacts, MixerFacts, Share, Weight
 from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.recompute import SavePolicy
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.xla_options import XlaConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
+from megajax.planning.compiled.devices import OVERHEAD, Device
 from megajax.precision.config import Fp8BlocksConfig, Fp8CurrentConfig, Mxfp8Config, Nvfp4Config
+from megajax.processes.xla_options import XlaConfig
 from megajax.training.run_config import RunConfig
 
 type Compute = Literal["bfloat16", "float16", "float32", "fp8", "fp8_blocks", "mxfp8", "nvfp4"]
@@ -385,18 +385,19 @@ class Tower:
         Only of full attention; keys with the copies of heads that devices exchange.
         """
         tensor, size = self.run.parallel.tensor, self.tokens * self.run.width
-        mixers = [mixer.tensors for block in self.blocks for mixer in self._full_attention(block)]
+        mixers = [mixer.tensors for block in self.blocks for mixer in self.full_attention(block)]
         queries = sum(kernel.sharded / tensor for kernel, _ in mixers)
         outputs = sum(result.local(tensor) for _, result in mixers)
         return size * queries, size * sum(self.full_keys(block) for block in self.blocks), size * outputs
 
-    def _full_attention(self, block: BlockFacts) -> Iterator[MixerFacts]:
+    def full_attention(self, block: BlockFacts) -> Iterator[MixerFacts]:
+        """The mixers of a block whose keys are whole rows."""
         return (mixer for mixer in block.mixers if mixer.work.scores >= mixer.heads * self.section.length)
 
     def full_keys(self, block: BlockFacts) -> float:
         """Elements for each token of a block's keys and values on a device; see `attention_bytes`."""
         tensor, apart = self.run.parallel.tensor, self.run.parallel.exchanging()
-        kernels = [mixer.tensors[0] for mixer in self._full_attention(block)]
+        kernels = [mixer.tensors[0] for mixer in self.full_attention(block)]
         return sum(
             apart // gcd(apart, max(1, kernel.groups // tensor)) * (kernel.grouped / tensor + kernel.surplus(tensor))
             for kernel in kernels
@@ -467,7 +468,7 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         moment_bytes=(1 if single else 2) * BYTES[cfg.optimizer.moments],
         offload=cfg.optimizer.offload,
         trainable=cfg.optimizer.trainable,
-        lora=getattr(cfg.model, "lora", None),
+        lora=cfg.model.lora,
         memory_fraction=cfg.xla.memory_fraction,
         steps=cfg.steps,
     )

@@ -107,7 +107,7 @@ def recomputed(policy: SavePolicy, part: Part | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class LayerMatmul:
     """One matmul of a layer, rows x contracted by contracted x columns, or one for each expert."""
 
     rows: float
@@ -141,7 +141,7 @@ def _multiplied(run: Description, matmul: Matmul) -> tuple[str, bool]:
 
 def products(
     run: Description, matmuls: Sequence[Matmul], all_tokens: int, policy: SavePolicy, *, trained: bool = True
-) -> Iterator[Product]:
+) -> Iterator[LayerMatmul]:
     """Products of the forward and the backward pass of matmuls; recomputed matmuls are in both."""
     width, tensor = run.width, run.parallel.tensor
     accumulated = run.reduced_width if run.parallel.data_sharding == "fsdp" else 2 * BYTES[run.gradients]
@@ -152,18 +152,18 @@ def products(
         tokens, weights = all_tokens * matmul.per_token, matmul.local_size(tensor)
         rows, kind = tokens / experts, _multiplied(run, matmul)
         forward = (tokens * (ahead * inner + outer) + weights) * width
-        yield Product(rows, inner, outer, forward, False, experts, *kind)
+        yield LayerMatmul(rows, inner, outer, forward, False, experts, *kind)
         if recomputed(policy, matmul.result):
-            yield Product(rows, inner, outer, forward, True, experts, *kind)
+            yield LayerMatmul(rows, inner, outer, forward, True, experts, *kind)
         # Results of further weights are added to the first one's: read once more.
         input_gradient = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
-        yield Product(rows, outer, inner, input_gradient, True, experts, *kind)
+        yield LayerMatmul(rows, outer, inner, input_gradient, True, experts, *kind)
         weight_gradient = tokens * (behind * inner + outer) * width + weights * accumulated
         if trained:
-            yield Product(inner, rows, outer, weight_gradient, True, experts, *kind)
+            yield LayerMatmul(inner, rows, outer, weight_gradient, True, experts, *kind)
 
 
-def matmul_work(run: Description, matmuls: Iterable[Product]) -> Halves:
+def matmul_work(run: Description, matmuls: Iterable[LayerMatmul]) -> Halves:
     """Work of `products`."""
     halves = Halves(Work(), Work())
     for matmul in matmuls:
@@ -334,7 +334,7 @@ def head_work(run: Description) -> Halves:
         halves = matmul_work(run, products(run, matmuls, tokens, SavePolicy(parts=None)))
         head = head.plus(Halves(halves.forward, Work()) if frozen else halves)
     for block in run.predicting_blocks:
-        merging = Product(last.tokens, 2 * last.hidden, last.hidden / run.parallel.tensor, 0.0).seconds(run)
+        merging = LayerMatmul(last.tokens, 2 * last.hidden, last.hidden / run.parallel.tensor, 0.0).seconds(run)
         head = head.plus(block_work(last, block, last.section.recomputing.policy()))
         head = head.plus(Halves(Work(matmul_seconds=merging), Work(matmul_seconds=2 * merging)))
     return head

@@ -12,8 +12,8 @@ from functools import cached_property
 from math import log2
 from typing import Any, Literal, NamedTuple
 
-from megajax.compiled.gpus import GIB, Cluster
 from megajax.models.facts import Flops, count_flops
+from megajax.planning.compiled.devices import GIB, Cluster
 from megajax.planning.cost import device_work as work
 from megajax.planning.cost.description import OPERANDS, Description, describe
 from megajax.planning.cost.memory import Footprint, footprint, held_weights

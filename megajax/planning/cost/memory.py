@@ -5,10 +5,10 @@ What is held at once was read from the buffers of compiled programs; `benchmarks
 
 from dataclasses import dataclass
 
-from megajax.compiled.gpus import GIB
 from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.recompute import Part
 from megajax.models.memory import saved_bytes
+from megajax.planning.compiled.devices import GIB
 from megajax.planning.cost.description import BYTES, Description, Tower
 
 MLP: tuple[Part, ...] = ("mlp", "activation")
@@ -178,6 +178,9 @@ def _layer(tower: Tower, block: BlockFacts) -> float:
         times = policy.layers_per_checkpoint * (policy.parts is not None and part not in policy.parts)
         gradients[part in MLP] += elements.local(tensor)
         sizes[part in MLP] += elements.divided * times / tensor + elements.local(tensor)
+    # Without a fused kernel a layer's scores exist three times in float32: logits, probabilities and their gradient.
+    unfused = [mixer for mixer in tower.full_attention(block) if not mixer.fused]
+    sizes[False] += sum(12 / tower.run.width * mixer.work.scores / tensor for mixer in unfused)
     # Gathered keys and values come early in a layer's backward pass. In that of attention there are as many again, cut
     # for a kernel, and the gradients of two calls; with `tensor`, the compiler leaves matmuls of the MLP's weights'
     # gradients for later, to run them beside collectives.

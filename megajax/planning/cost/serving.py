@@ -14,11 +14,11 @@ from itertools import product
 from math import floor
 from typing import Any
 
-from megajax.compiled.gpus import GIB, MOST_DEVICES
 from megajax.config.errors import UserError
 from megajax.inference.config import InferenceParallelConfig
 from megajax.layers.cache_spec import stored_leaves
 from megajax.layers.facts import CUT_AXES, Matmul, Norm, total_size
+from megajax.planning.compiled.devices import GIB, MOST_DEVICES
 from megajax.planning.cost.description import BYTES, Description
 
 CACHE_SHARE = 0.9

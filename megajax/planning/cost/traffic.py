@@ -14,9 +14,9 @@ from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
-from megajax.compiled.links import Span, seconds
 from megajax.layers.facts import BlockFacts
 from megajax.layers.recompute import SavePolicy
+from megajax.planning.compiled.links import AxisSpan, seconds
 from megajax.planning.cost.description import Description, Tower
 from megajax.planning.cost.device_work import Beside, Halves, beside_experts, recomputed
 from megajax.planning.cost.memory import copied_weights, footprint, held_weights
@@ -68,16 +68,21 @@ def memory_bytes(run: Description, row: Traffic) -> float:
     return row.bytes * (1 + 1 / devices if row.kind in ("all-gather", "reduce-scatter") else 2)
 
 
-def _span(run: Description, axis: str) -> Span:
+def _span(run: Description, axis: str) -> AxisSpan:
     """The span of groups along mesh axes; `data` includes the devices of `context`."""
     if axis in ("data", "data+expert"):
         expert = run.parallel.expert if axis == "data" else 1
-        return Span.of(run.shards // expert, run.sizes["tensor"] * expert, run.per_node)
-    return Span.along(axis.split("+"), run.sizes, run.per_node)
+        return AxisSpan.of(run.shards // expert, run.sizes["tensor"] * expert, run.per_node)
+    return AxisSpan.along(axis.split("+"), run.sizes, run.per_node)
 
 
 def _row(
-    run: Description, label: tuple[str, ...], count: float, size: float, hidden: float = 0.0, span: Span | None = None
+    run: Description,
+    label: tuple[str, ...],
+    count: float,
+    size: float,
+    hidden: float = 0.0,
+    span: AxisSpan | None = None,
 ) -> Traffic:
     """label: kind, axis, what; size: bytes of each; hidden: share of the seconds; span: None for all of the axis."""
     kind, axis, what = label
@@ -234,11 +239,11 @@ def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
         }
         for message in sent_by_attention(tower):
             runs = run.microbatches * (message.what.endswith("forward") or tower.differentiated)
-            span = Span.of(parallel.context // apart, parallel.tensor * apart, run.per_node)
+            span = AxisSpan.of(parallel.context // apart, parallel.tensor * apart, run.per_node)
             if message.kind == "all-to-all":
-                span = Span.of(apart, parallel.tensor, run.per_node)
+                span = AxisSpan.of(apart, parallel.tensor, run.per_node)
             elif message.members is not None and message.members < span.size:
-                span = Span(message.members, message.members if span.nodes == 1 else 1)
+                span = AxisSpan(message.members, message.members if span.nodes == 1 else 1)
             label = message.kind, "context", f"{tower.prefix}{message.what}"
             row = _row(run, label, len(message.parts) * tower.repeats * runs, message.size(span.size), span=span)
             yield row.beside(min(rooms.get(message.beside, 0.0), message.share * row.seconds))
@@ -283,7 +288,7 @@ def _loss(run: Description) -> Iterator[Traffic]:
     rows = min(run.scored, run.head.chunk)
     count = 2 * ceil(run.scored / rows) * run.microbatches
     # Groups reach from stage to stage: as many devices of a node as `tensor` has.
-    span = Span(devices, min(tensor, run.per_node))
+    span = AxisSpan(devices, min(tensor, run.per_node))
     axis = "+".join(["pipeline"] * (stages > 1) + ["tensor"] * (tensor > 1))
     yield _row(run, ("all-reduce", axis, "sums of the loss"), count, 6 * rows, span=span)
 

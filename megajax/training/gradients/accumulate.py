@@ -10,7 +10,8 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import Batch, Grads, Params, Rows
-from megajax.pipeline.layer_loop import LayerLoop, Rings, add
+from megajax.layers.context import Context
+from megajax.pipeline.layer_forward_backward import LayerLoop, Rings, add
 from megajax.pipeline.partition import MEMORY, Staged, StagedSection
 from megajax.training.gradients.grads import GradFn, Weights, over_replicas
 from megajax.training.gradients.position_weights import by_position
@@ -20,7 +21,7 @@ from megajax.training.gradients.staged import SplitWeights
 class Forward(NamedTuple):
     """The forward pass of a section on microbatches side by side, and its pullbacks, one of each for a microbatch."""
 
-    ctxs: tuple[Any, ...]
+    ctxs: tuple[Context, ...]
     memories: tuple[Array | None, ...]
     """The output of the section before."""
     outputs: tuple[Array, ...]
@@ -39,7 +40,7 @@ class SectionRun:
     layers: LayerLoop
     shared: Params
 
-    def start(self, rows: Rows, memory: Array | None) -> tuple[Any, Array, Callable]:
+    def start(self, rows: Rows, memory: Array | None) -> tuple[Context, Array, Callable]:
         """Context, the first layer's input, and one of `Forward.to_inputs`."""
         section, ctx = self.section, self.section.context(rows)
 
@@ -67,7 +68,7 @@ class SectionRun:
             outputs = []
             for y, ctx, memory in zip(ys, ctxs, memories, strict=True):
 
-                def left(shared: Params, y: Array, memory: Array | None, ctx: Any = ctx) -> Array:
+                def left(shared: Params, y: Array, memory: Array | None, ctx: Context = ctx) -> Array:
                     return leave(shared, y, ctx, memory)
 
                 output, pullback = jax.vjp(left, self.shared, y, memory)
@@ -80,7 +81,7 @@ class SectionRun:
     ) -> tuple[tuple[Array | None, ...], SplitWeights]:
         """-> (cotangent of each of the section's `memories`, totals plus its gradients). dys: of its outputs."""
         path, shared, memory = self.section.path, totals.shared, section_pass.memories[0]
-        dleft: Any = 0
+        dleft: Array | int = 0
         if section_pass.to_layers:
             cotangents = []
             for to_layers, dy in zip(section_pass.to_layers, dys, strict=True):

@@ -6,7 +6,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import SAMPLE, Batch, Grads, Params
-from megajax.pipeline.executor import AXIS, Stage
+from megajax.pipeline.executor import AXIS, StageExecutor
 from megajax.pipeline.partition import Partition, Staged
 from megajax.pipeline.schedule import Schedule
 from megajax.training.gradients.grads import GradFn, Sums, Weights, over_replicas
@@ -17,7 +17,7 @@ type Schedules = Callable[[int], Schedule]
 """Number of microbatches -> the schedule of the stages; each number is compiled separately."""
 
 
-def _stage[T: Stage](
+def _stage[T: StageExecutor](
     kind: type[T],
     weights: Weights,
     schedule: Schedule,
@@ -40,7 +40,7 @@ def pipelined(
     schedules: Schedules,
     partition: Partition,
     *,
-    kind: type[Stage] = Stage,
+    kind: type[StageExecutor] = StageExecutor,
     fill: float = 0.0,
 ) -> GradFn:
     """A gradient function that runs a schedule; see megajax.pipeline.executor.
@@ -71,7 +71,7 @@ def pipelined_sums(
 
     def local(params: Params, batch: Batch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
         in_step = weights.gather_all_for_step(params, scale)
-        stage = _stage(Stage, weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
+        stage = _stage(StageExecutor, weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
         return over_replicas(stage.losses()[2])
 
     return weights.sums(local, mesh)

@@ -8,6 +8,7 @@ import jax
 from jax import Array
 
 from megajax.batch import Loss, Params, Rows
+from megajax.layers.context import Context
 from megajax.layers.param import ParamSpec, bind
 from megajax.layers.stack.spans import Unit
 from megajax.layers.stack.stack import BLOCKS
@@ -21,11 +22,11 @@ STACK = STACK_PREFIX + BLOCKS
 """Path prefix of the stacked weights in a section."""
 
 
-type Head = Callable[[Any, Array, Rows, Any, LossReduction], Loss]
+type Head = Callable[[Any, Array, Rows, Context, LossReduction], Loss]
 """(model, output of its last section, rows of a microbatch, context, reduction) -> sums over the microbatch."""
 
 
-def training_loss(model: Model, x: Array, rows: Rows, ctx: Any, reduction: LossReduction) -> Loss:
+def training_loss(model: Model, x: Array, rows: Rows, ctx: Context, reduction: LossReduction) -> Loss:
     """The loss that the model defines."""
     return model.loss(x, rows, ctx, reduction)
 
@@ -62,7 +63,7 @@ def staged(
             return bound(shared).sections[path]
 
         def with_names(unit: Unit) -> Unit:
-            def run(weights: Params, common: Params, numbers: Array, x: Array, ctx: Any) -> Array:
+            def run(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
                 stack = {name.removeprefix(prefix + STACK_PREFIX): w for name, w in common.items() if name != MEMORY}
                 return unit(weights, stack, numbers, x, with_memory(ctx, common.get(MEMORY)))
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.drills import factors, for_this_attempt
+from megajax.faults.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
 from megajax.mesh.named_shardings import replicated
 from megajax.training.step_report import GuardLimits
 
@@ -122,3 +123,26 @@ class Guard:
 
     def _everywhere(self, value: np.ndarray) -> Array:
         return jax.make_array_from_callback(value.shape, replicated(self._mesh), lambda index: value[index])
+
+
+class NumericFault(Exception):
+    """A step whose loss or gradients are invalid; its update was not applied."""
+
+    code = NUMERIC_FAULT
+    """Exit code of the run."""
+
+
+class UnrepeatedFault(NumericFault):
+    """The step failed twice from the same state and rows with different numbers: neither data nor model is the cause.
+
+    Megatron-LM's codes differ. It exits with 16 for a result that repeats on this machine, so that a run on another
+    machine tells a broken machine from a bad batch, and then with 17. Here a result that repeats exits with 17: the
+    data may be the cause, and a supervisor may restart on the same machine, which would repeat it. A result that does
+    not repeat exits with 16: it may not occur after a restart.
+    """
+
+    code = TRANSIENT_FAULT
+
+
+class Corruption(Exception):
+    """Devices that should agree hold or compute different values: nothing may be saved. The message is for users."""

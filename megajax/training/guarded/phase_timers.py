@@ -11,9 +11,8 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.faults.activity import COMPILE, DATA_WAIT, EVALUATION, SAVE, STEP, Activity
-from megajax.mesh.processes.agreement import each_process
-from megajax.training.guarded.step import StepControl
-from megajax.training.guarded.stop_flags import SECONDS
+from megajax.mesh.named_shardings import each_process
+from megajax.training.limits.step import SECONDS, StepControl
 from megajax.training.loop import Flight, StepInput, Steps
 from megajax.training.step_report import StepInfo
 
@@ -125,8 +124,8 @@ class TimedSteps:
     ):
         """waiting: context around the wait for the rows of a step."""
         self._steps, self._times, self._activity, self._waiting = steps, times, activity, waiting
-        self._first = steps.run.step + 1
-        activity.step = steps.run.step
+        self._first = steps.run.steps_done + 1
+        activity.step = steps.run.steps_done
         # Batch sizes. Each has its own program, which another process may still compile when this one runs it.
         self._compiled: set[int] = set()
         self._landed: set[int] = set()

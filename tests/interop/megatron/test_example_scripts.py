@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megajax.compiled.gpus import GIB, GPUS
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
+from megajax.interop.megatron.args import main
 from megajax.layers.block.config import BlockConfig
 from megajax.models.facts import demand_facts
 from megajax.models.memory import MemorySetting, memory_report
+from megajax.planning.compiled.devices import GIB, GPUS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.tools.megatron_args import main
 from megajax.training.run_config import RunConfig
 
 SCRIPTS = Path(__file__).parent / "scripts"

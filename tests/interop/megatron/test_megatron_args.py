@@ -6,7 +6,10 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import yaml
 
@@ -15,10 +18,14 @@ from megajax.config import load
 from megajax.config.dump import diff
 from megajax.config.errors import UserError
 from megajax.data.text.config import BlendConfig, MockConfig
+from megajax.interop.megatron.args import find_training, main
 from megajax.interop.megatron.expanded_commands import read_commands
+from megajax.interop.megatron.toy import toy_words
+from megajax.job.notebook import set_up
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
+from megajax.layers.moe.config import MoEConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
@@ -27,7 +34,6 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig, NullTokenizerConfig
-from megajax.tools.megatron_args import find_training, main
 from megajax.training.config import BatchConfig, EvaluationConfig, LinearRampConfig
 from megajax.training.run_config import RunConfig
 
@@ -170,7 +176,7 @@ def test_a_text_that_needs_a_shell_is_refused(text: str, message: str) -> None:
 
 
 def test_inputs_of_the_tool() -> None:
-    tool, script = [sys.executable, "-m", "megajax.tools.megatron_args"], str(HERE / "gpt3_175b.sh")
+    tool, script = [sys.executable, "-m", "megajax.interop.megatron.args"], str(HERE / "gpt3_175b.sh")
     command = "torchrun pretrain_gpt.py " + SMALL.replace(" --lr", " \\\n --lr")
     words = [*tool, "-", "--", "--seed", "7"]
     read = subprocess.run(words, input=command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -203,7 +209,7 @@ def test_an_unwritable_output_is_an_error(tmp_path: Path) -> None:
 
 
 def test_refused_flags_exit_with_code_2_unless_partial(tmp_path: Path) -> None:
-    tool = [sys.executable, "-m", "megajax.tools.megatron_args"]
+    tool = [sys.executable, "-m", "megajax.interop.megatron.args"]
     flags = ["--", "torchrun", "--nproc_per_node", "2", "pretrain_gpt.py", *SMALL.split(), "--moe-use-upcycling",
              "--hybrid-context-parallel", "--no-such-flag"]  # fmt: skip
     unknown = subprocess.run([*tool, *flags], cwd=REPOSITORY, capture_output=True, text=True)
@@ -223,7 +229,7 @@ def test_refused_flags_exit_with_code_2_unless_partial(tmp_path: Path) -> None:
 
 
 def test_help_is_quick_and_complete() -> None:
-    program = "import sys, megajax.tools.megatron_args as t; t.main(['--help'])\n"
+    program = "import sys, megajax.interop.megatron.args as t; t.main(['--help'])\n"
     program += "assert not {'jax', 'numpy', 'flax', 'grain'} & set(sys.modules), sorted(sys.modules)"
     process = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
@@ -275,7 +281,7 @@ def test_the_tools_flags_are_separate_from_megatrons() -> None:
 
 
 def test_a_pipe_on_the_command_line_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in megatron_args <(grep -v wandb train.sh)."""
+    """As in megajax.interop.megatron.args <(grep -v wandb train.sh)."""
     reading, writing = os.pipe()
     os.write(writing, f"python pretrain_gpt.py {SMALL}".encode())
     os.close(writing)
@@ -291,3 +297,46 @@ def test_values_are_escaped_in_the_file(tmp_path: Path) -> None:
     config = load(str(output))
     assert config.run_dir == text
     assert config.logging.wandb is not None and config.logging.wandb.project == 'it\'s "mine"'
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers", "experts"),
+    [
+        ("--fp16 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --save ck --vocab-file v.json", 2, 0),
+        ("--bf16 --num-experts 256 --moe-router-topk 8 --moe-layer-freq=([0]*3+[1]*93) --moe-ffn-hidden-size=2048"
+         " --expert_model_parallel_size 64 --rampup-batch-size 16 16 100", 2, 1),
+    ],
+)  # fmt: skip
+def test_a_toy_is_a_twin_for_one_device(tmp_path: Path, flags: str, layers: int, experts: int) -> None:
+    """The same kinds of layers, and no file or device of the cluster; it trains."""
+    sizes = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --lr 6e-5 --swiglu"
+    batch = "--max-position-embeddings 2048 --micro-batch-size 2 --global-batch-size 1536 --train-iters 500000"
+    file, words = tmp_path / "toy.py", [*f"{sizes} {batch} --data-path a b {flags}".split()]
+    assert main(["--toy", f"--output={file}", "--", *words]) == 0
+    cfg: Any = load(str(file), devices=1)
+    assert (cfg.parallel, cfg.steps) == (ParallelConfig(data_sharding="replicate"), 20) and cfg.batch.global_size == 8
+    assert cfg.model.stack.layers() == layers and cfg.model.parameter_count().total < 1_000_000
+    blocks = [block for part in cfg.model.stack.parts() for block in part.pattern]
+    assert sum(isinstance(block.mlp, MoEConfig) for block in blocks) == experts
+    run = set_up(cfg, devices=jax.devices()[:1])
+    infos = [*run.steps(3)]
+    run.close()
+    assert not infos[-1].skipped and np.isfinite(infos[-1].loss) and cfg.logging.every == 1
+
+
+def test_a_toy_keeps_each_kind_of_layer() -> None:
+    """Latent attention, the layers that are predicted from, layers without experts; and top-1."""
+    pattern = "--hybrid-layer-pattern=M-M+|M+-E/ME/ME --num-layers 8"
+    for flags, expected in (
+        (pattern, "--hybrid-layer-pattern M-+E/ME --num-layers 4"),
+        ("--moe-layer-freq 2", "--moe-layer-freq ([0]*1+[1]*1)"),
+        ("--moe-layer-freq [1]*10", "--moe-layer-freq 1"),
+        ("--moe-router-topk 1", "--moe-router-topk 1"),
+        ("--moe-router-topk 8", "--moe-router-topk 2"),
+    ):
+        assert " ".join(toy_words(flags.split())).startswith(f"{expected} --log-interval 1 "), flags
+
+
+def test_scripts_whose_data_is_text_have_no_toy() -> None:
+    with pytest.raises(UserError, match=r"pretrain_bert.py has no twin: its data is text. configs/bert.py"):
+        main(["--toy", "--", "pretrain_bert.py", *SMALL.split()])

@@ -39,7 +39,7 @@ def test_round_trip(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for name, array in weights.items():
         # Tables come back without padding.
         np.testing.assert_array_equal(back.read(name), array[: len(back.read(name))], err_msg=name)
-    assert back.entries()["embedding.word_embeddings.weight"].shape == (29, 16)
+    assert back.entries["embedding.word_embeddings.weight"].shape == (29, 16)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from megajax.interop.megatron.checkpoints.format import open_model
 from megajax.layers.param import Observation, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.sharding_rules import Plan
 
 FILE = Path(__file__).parent / "megatron_core_folders.tar.xz"
 FACTS = json.loads(FILE.with_suffix("").with_suffix(".json").read_text())
@@ -38,9 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits(name: str, folders: Path) -> None:
     assert not list((folders / name).rglob("common.pt")), "what is no array is in the shards"
     opened, layout = open_model(folders / name), Layout(Plan.of(ParallelConfig(data=1)))
-    abstract = nnx.eval_shape(lambda: opened.model.build(layout))
+    abstract = nnx.eval_shape(lambda: opened.foreign.model.build(layout))
     observed = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(abstract, Observation).items()}
-    model = bind(abstract, read_all(opened.weights) | observed)
+    model = bind(abstract, read_all(opened.foreign.weights) | observed)
     with np.load(folders / name / "results.npz") as results:
         logits = np.asarray(model(jnp.asarray(results["tokens"], jnp.int32)))
         assert np.abs(logits[..., :31] - results["logits"][..., :31]).max() < LOGITS
@@ -53,7 +53,7 @@ def test_moments(folders: Path) -> None:
     with np.load(folders / "llama" / "results.npz") as results:
         for ours, theirs in (("first_moment", "exp_avg"), ("second_moment", "exp_avg_sq")):
             values = read_all(opened.moments[ours])
-            for tensor in opened.table:
+            for tensor in opened.foreign.table:
                 recorded = results[f"{theirs}/{tensor.name}"][: tensor.shape()[0]]
                 for piece, part in zip(tensor.pieces, tensor.to_weights(recorded), strict=True):
                     np.testing.assert_array_equal(values[piece.path][piece.index], part, err_msg=tensor.name)
@@ -65,7 +65,7 @@ def test_weights_in_16_bits_are_read_from_their_copies(folders: Path) -> None:
     copy, rounded = stored.read(f"optimizer.state.param.{name}"), stored.read(name)
     np.testing.assert_array_equal(copy.astype(jnp.bfloat16), rounded)
     opened = open_model(folders / "llama_bf16")
-    tokens = read_all(opened.weights)["tokens"]
+    tokens = read_all(opened.foreign.weights)["tokens"]
     np.testing.assert_array_equal(tokens[:31].ravel(), copy[:31].ravel())
     assert set(opened.moments) == {"first_moment", "second_moment"} and opened.updates == 2
 

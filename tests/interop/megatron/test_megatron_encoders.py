@@ -7,6 +7,7 @@ from flag_lines import BERT, T5, config, convert_line, problem
 
 from megajax.config import load
 from megajax.data.masked.config import MaskedSentencesConfig, MaskedSpansConfig
+from megajax.interop.megatron.args import main
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -16,7 +17,6 @@ from megajax.layers.stack.config import StackConfig
 from megajax.models.bert.config import BertConfig
 from megajax.models.t5.config import T5Config
 from megajax.tokenizers.config import WordPieceTokenizerConfig
-from megajax.tools.megatron_args import main
 
 HERE = Path(__file__).parent
 NORM = LayerNormConfig()

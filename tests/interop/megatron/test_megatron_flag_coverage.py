@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flag_lines import config, convert_line, problem
 
-from megajax.interop.megatron.flags.reading import Mapped, Noted, Refused, Unnecessary, spellings
+from megajax.interop.megatron.flags.reading import MappedFlag, Noted, Refused, Unnecessary, spellings
 from megajax.interop.megatron.flags.translate import FLAGS, ROWS, convert
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
@@ -40,14 +40,14 @@ def test_no_row_is_lost() -> None:
     kinds = [type(row.fate) for row in FLAGS.values()]
     assert len(FLAGS) == len(ROWS), "a flag has two rows"
     assert len(spellings(FLAGS.values())) == len(FLAGS) + sum(len(row.also) for row in FLAGS.values())
-    assert [kinds.count(kind) for kind in (Mapped, Unnecessary, Noted, Refused)] == [299, 435, 9, 251]
+    assert [kinds.count(kind) for kind in (MappedFlag, Unnecessary, Noted, Refused)] == [299, 435, 9, 251]
     assert sum(len(row.also) for row in FLAGS.values()) == 17
 
 
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ("--yaml-cfg model.yaml", "give megatron_args a file of flags and values"),
+        ("--yaml-cfg model.yaml", "give megajax.interop.megatron.args a file of flags and values"),
         ("--inprocess-restart", "python -m megajax.launch"),
         ("--retro-project-dir retro", "retrieval models"),
         ("--img-h 336", "only pretrain_vlm.py has this flag: name it before the flags"),

@@ -12,7 +12,7 @@ from megajax.config import field_types
 from megajax.config.dump import flatten
 from megajax.data.chat.config import ChatConfig
 from megajax.data.text.config import FillInMiddleConfig
-from megajax.interop.megatron.flags.reading import Flag, Mapped, Noted, Refused, Unnecessary
+from megajax.interop.megatron.flags.reading import MappedFlag, MegatronFlag, Noted, Refused, Unnecessary
 from megajax.interop.megatron.flags.translate import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
 from megajax.models.bert.config import BertConfig
 from megajax.models.llava.config import LlavaConfig
@@ -29,7 +29,7 @@ def test_settings_of_the_table_exist() -> None:
     names = set(field_types.names(RunConfig))
     for model in (BertConfig, T5Config, LlavaConfig):
         names |= {f"model.{name}" for name in field_types.names(model)}
-    mapped = [row for row in ROWS if isinstance(row.fate, Mapped)]
+    mapped = [row for row in ROWS if isinstance(row.fate, MappedFlag)]
     missing = {row.name: settings for row in mapped if (settings := set(row.fate.settings) - names)}
     assert not missing
 
@@ -37,7 +37,7 @@ def test_settings_of_the_table_exist() -> None:
 def test_rows_are_complete() -> None:
     for row in ROWS:
         match row.fate:
-            case Mapped(settings, by):
+            case MappedFlag(settings, by):
                 assert settings and (by is not None or len(settings) == 1), row.name
             case Unnecessary(reason) | Noted(reason) | Refused(reason):
                 assert len(reason.split()) >= 3, row.name
@@ -47,11 +47,11 @@ def test_rows_are_complete() -> None:
 
 
 def test_every_mapped_flag_has_a_case() -> None:
-    assert {name for name, row in FLAGS.items() if isinstance(row.fate, Mapped)} == set(CASES)
+    assert {name for name, row in FLAGS.items() if isinstance(row.fate, MappedFlag)} == set(CASES)
     assert set(CASES_OF) == set(FLAGS_OF) < set(SCRIPTS)
     for script, rows in FLAGS_OF.items():
         assert set(rows) <= set(FLAGS), "other scripts refuse the flag, so they need a row for it"
-        assert {name for name, row in rows.items() if isinstance(row.fate, Mapped)} == set(CASES_OF[script])
+        assert {name for name, row in rows.items() if isinstance(row.fate, MappedFlag)} == set(CASES_OF[script])
 
 
 OF_SCRIPTS = [(script, name, case) for script, cases in CASES_OF.items() for name, case in cases.items()]
@@ -499,7 +499,7 @@ def test_instances_of_the_optimizer_are_groups_of_devices() -> None:
 def test_changing_a_row_maps_a_flag() -> None:
     argv = f"{line()} --sample-rate 7".split()
     assert [text for text, _ in convert(argv).refused] == ["--sample-rate 7.0"]
-    table = {**FLAGS, "sample-rate": Flag("sample-rate", int, Mapped(("schedule.decay_steps",)))}
+    table = {**FLAGS, "sample-rate": MegatronFlag("sample-rate", int, MappedFlag(("schedule.decay_steps",)))}
     converted = convert(argv, table=table)
     assert converted.config.schedule.decay_steps == 7 and not converted.refused
     assert ("--sample-rate 7", "schedule.decay_steps=7") in converted.mapped

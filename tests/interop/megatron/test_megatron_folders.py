@@ -10,12 +10,12 @@ import pytest
 from hugging_face_folders import read_all
 from megatron_folders import Shares, write_ranks, write_sharded
 
-from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.name_mapping import resolved
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
 from megajax.interop.megatron.checkpoints.format import model_config, open_model, write_model
 from megajax.interop.megatron.checkpoints.tables import table
+from megajax.interop.weights.foreign import declared_by
+from megajax.interop.weights.name_mapping import resolved
 
 SHARED: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "kv_channels": 4, "ffn_hidden_size": 24,
@@ -58,15 +58,15 @@ def random_tensors(name: str, seed: int = 0) -> dict[str, np.ndarray]:
 
 def demand_equal(opened: MegatronModel, weights: Mapping[str, np.ndarray], source: Any = None) -> None:
     """Asserts that the weights equal those in the tensors."""
-    values, elements = read_all(source or opened.weights), 0
-    for tensor in opened.table:
+    values, elements = read_all(source or opened.foreign.weights), 0
+    for tensor in opened.foreign.table:
         theirs = weights[tensor.name][: tensor.shape()[0]]
         for piece, part in zip(tensor.pieces, tensor.to_weights(theirs), strict=True):
             np.testing.assert_array_equal(values[piece.path][piece.index], part, err_msg=tensor.name)
             elements += part.size
     assert elements == sum(
         array[: tensor.shape()[0]].size
-        for tensor, array in zip(opened.table, (weights[t.name] for t in opened.table), strict=True)
+        for tensor, array in zip(opened.foreign.table, (weights[t.name] for t in opened.foreign.table), strict=True)
     )
 
 
@@ -122,7 +122,7 @@ def test_tensors_of_t5_have_two_names(engine: bool, tmp_path: Path) -> None:
     opened = open_model(tmp_path / "theirs")
     demand_equal(opened, weights)
     (tmp_path / "back").mkdir()
-    write_model(tmp_path / "back", opened.model, opened.weights, engine=engine)
+    write_model(tmp_path / "back", opened.foreign.model, opened.foreign.weights, engine=engine)
     content = MegatronCheckpoint(tmp_path / "back").contents
     assert set(content.names()) == set(weights) | set(copies)
 
@@ -170,7 +170,7 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
     weights = random_tensors("llama")
     write_sharded(tmp_path, weights, LLAMA, Shares(tensor=2))
     read = open_model(tmp_path).foreign
-    entries = read.tensors.entries()
+    entries = read.tensors.entries
     assert entries["decoder.layers.3.mlp.linear_fc1.weight"].shape == (48, 16)
     name = "decoder.layers.3.input_layernorm.weight"
     layer = read.tensors.read(name)
@@ -184,15 +184,12 @@ def test_the_iteration(tmp_path: Path) -> None:
     for iteration in (7, 12):
         write_ranks(tmp_path, weights, args, Shares(), iteration=iteration)
     assert iteration_folder(tmp_path).name == "iter_0000012"
-    assert iteration_folder(tmp_path, 7).name == "iter_0000007"
     assert MegatronCheckpoint(tmp_path / "iter_0000007").iteration() == 7
     (tmp_path / "iter_0000012").rename(tmp_path / "release")
     with pytest.raises(UserError, match="no checkpoint 'iter_0000012'; there are iter_0000007, release"):
         iteration_folder(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     assert iteration_folder(tmp_path).name == "release"
-    with pytest.raises(UserError, match="no checkpoint 'iter_0000008'"):
-        iteration_folder(tmp_path, 8)
     with pytest.raises(UserError, match="is not a checkpoint of Megatron-LM"):
         iteration_folder(tmp_path / "release" / "mp_rank_00")
 
@@ -223,7 +220,7 @@ def test_truncated_shards_are_refused(common: str, tmp_path: Path) -> None:
     path = tmp_path / "iter_0000007" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"__0_0\.distcp \(.*\) was cut off"):
-        read_all(open_model(tmp_path).weights)
+        read_all(open_model(tmp_path).foreign.weights)
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
@@ -257,7 +254,7 @@ def test_unsupported_features_are_listed_together(tmp_path: Path) -> None:
 def test_the_vocabulary(tmp_path: Path) -> None:
     without = {name: value for name, value in LLAMA.items() if name != "vocab_size"}
     write_ranks(tmp_path, random_tensors("llama"), without, Shares())
-    assert open_model(tmp_path).model.vocabulary_size == 32
-    assert open_model(tmp_path, vocabulary=30).weights.shapes()["tokens"][0] >= 30
+    assert open_model(tmp_path).foreign.model.vocabulary_size == 32
+    assert open_model(tmp_path, vocabulary=30).foreign.weights.shapes["tokens"][0] >= 30
     with pytest.raises(UserError, match="32 rows of embeddings, fewer than 33 tokens"):
         open_model(tmp_path, vocabulary=33)

@@ -9,7 +9,7 @@ from megajax.layers.mamba.config import Mamba2Config
 from megajax.layers.moe.config import CapacityConfig, DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.stack.config import SegmentsConfig
 from megajax.models.presets.deepseek import deepseek
-from megajax.models.presets.hybrids.mamba import nemotron_h
+from megajax.models.presets.hybrids.mamba_models import nemotron_h
 from megajax.models.presets.llama import mixtral
 
 BIG = (

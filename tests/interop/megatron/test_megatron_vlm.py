@@ -7,6 +7,7 @@ from flag_lines import VLM, config, convert_line, problem
 
 from megajax.config import load
 from megajax.data.images.config import MockCaptionsConfig
+from megajax.interop.megatron.args import main
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
@@ -16,7 +17,6 @@ from megajax.layers.stack.config import StackConfig
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig, MultimodalTokenizerConfig
-from megajax.tools.megatron_args import main
 
 HERE = Path(__file__).parent
 NORM = LayerNormConfig()

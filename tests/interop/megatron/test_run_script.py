@@ -12,7 +12,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.interop.megatron import confined_bash, run_script
-from megajax.tools.megatron_args import find_training, main
+from megajax.interop.megatron.args import find_training, main
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(

@@ -2,25 +2,35 @@
 
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
+from megajax.interop.huggingface.decoders import SCORES
 from megajax.interop.huggingface.family import (
     Family,
     Names,
     Settings,
     activation_name,
     attention,
+    class_settings,
+    classes,
     dense,
+    layers_of,
     linear,
     norm,
     to_settings,
     tokens,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
 from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
 from megajax.layers.stack.config import StackConfig
 from megajax.models.bert.config import BertConfig
+from megajax.models.classifier.config import (
+    ClassHeadConfig,
+    RegressionHeadConfig,
+    SpanHeadConfig,
+    with_text_head,
+)
 
 UNUSED = frozenset({
     "attention_probs_dropout_prob", "classifier_dropout", "directionality", "gradient_checkpointing",
@@ -38,11 +48,11 @@ MEGATRON = {"vocab_size": 29056, "hidden_size": 1024, "intermediate_size": 4096,
 """Sizes of Megatron-LM's BERT where config.json does not say them, with 24 layers."""
 
 
-def _read(settings: Settings) -> BertConfig:
+def _read(settings: Settings) -> Any:
     before = settings.remaining.get("model_type") == "megatron-bert"
     settings.assume({**MEGATRON, "num_hidden_layers": 24} if before else {})
     norm = LayerNormConfig(epsilon=settings.take("layer_norm_eps", 1e-12))
-    activation: Any = settings.activation("hidden_act", "gelu")
+    activation = settings.activation("hidden_act", "gelu")
     settings.only("position_embedding_type", "absolute")
     settings.only("is_decoder", False)
     block = BlockConfig(
@@ -51,7 +61,7 @@ def _read(settings: Settings) -> BertConfig:
         norm=norm,
         norm_placement="pre" if before else "post",
     )
-    return BertConfig(
+    model = BertConfig(
         **settings.fields(MODEL),
         stack=StackConfig(pattern=(block,), repeats=settings.layers(default=12)),
         norm=norm if before else IdentityNormConfig(),
@@ -60,13 +70,32 @@ def _read(settings: Settings) -> BertConfig:
         head_activation=activation,
         next_sentence=not settings.architecture().endswith("ForMaskedLM"),
     )
+    if settings.architecture().endswith(ANSWERS):
+        return with_text_head(model, SpanHeadConfig())
+    if not settings.architecture().endswith((SCORES, CHOICES)):
+        return model
+    count = 1 if settings.architecture().endswith(CHOICES) else classes(settings)
+    return with_text_head(model, RegressionHeadConfig() if count == 1 else ClassHeadConfig(classes=count))
 
 
-def _write(cfg: Any) -> dict[str, Any]:
-    block = cfg.stack.pattern[0]
-    name = "MegatronBert" if cfg.embedding_norm is None else "Bert"
+ANSWERS, CHOICES = "ForQuestionAnswering", "ForMultipleChoice"
+"""Ends of the names of classes with other heads."""
+
+
+def _class(cfg: BertConfig) -> dict[str, Any]:
+    """The class in transformers of the model's heads, and its settings."""
+    name, head = "MegatronBert" if cfg.embedding_norm is None else "Bert", getattr(cfg, "head", None)
+    if isinstance(head, SpanHeadConfig):
+        return {"architectures": [f"{name}{ANSWERS}"]}
+    if head is not None:
+        return {"architectures": [f"{name}{SCORES}"], **class_settings(head.columns())}
+    return {"architectures": [f"{name}ForPreTraining" if cfg.next_sentence else f"{name}ForMaskedLM"]}
+
+
+def _write(cfg: BertConfig) -> dict[str, Any]:
+    block = layers_of(cfg)[0]
     return {
-        "architectures": [f"{name}ForPreTraining" if cfg.next_sentence else f"{name}ForMaskedLM"],
+        **_class(cfg),
         **to_settings(cfg, MODEL),
         "type_vocab_size": max(1, cfg.token_types),  # each token has a type in transformers
         "num_hidden_layers": cfg.stack.layers(),
@@ -91,7 +120,7 @@ PRE = (
 )
 
 
-def _rows(cfg: Any) -> list[Row]:
+def _rows(cfg: BertConfig) -> list[Row]:
     norms = (*(PRE if cfg.embedding_norm is None else POST), (f"{HEAD}.transform.LayerNorm", "masked_norm"))
     # An untied head has its own bias, and the other one is not read.
     bias = f"{HEAD}.bias" if cfg.tied else f"{HEAD}.decoder.bias"
@@ -107,6 +136,7 @@ def _rows(cfg: Any) -> list[Row]:
         *dense(f"{HEAD}.transform.dense", "masked"),
         Row(bias, "masked_bias", index=(slice(0, cfg.vocabulary_size),)),
         *linear("cls.seq_relationship", "order"),
+        *dense("qa_outputs" if isinstance(getattr(cfg, "head", None), SpanHeadConfig) else "classifier", "head.linear"),
     ]
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import balanced_experts, decoders
 from megajax.interop.huggingface.decoders import LAYER, NORMS, outer_rows
 from megajax.interop.huggingface.family import Settings, layers_of, linear
 from megajax.interop.huggingface.rotary import rope, rope_settings
 from megajax.interop.huggingface.tables import sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, RouterConfig
@@ -56,17 +56,20 @@ def _read_v2(settings: Settings) -> DecoderConfig:
     return _decoder(settings, mlp, replace(moe, router=router))
 
 
-def _read_v3(defaults: Mapping[str, Any], settings: Settings) -> DecoderConfig:
+def _read_v3(defaults: Mapping[str, Any], by_kinds: bool, settings: Settings) -> DecoderConfig:
     settings.assume(defaults)
     settings.only("topk_method", "noaux_tc")
     mlp = decoders.gated_mlp(settings)
     moe = balanced_experts.balanced(settings, balanced_experts.experts(settings, mlp))
-    return _decoder(settings, mlp, moe, prediction=balanced_experts.prediction(settings))
+    ahead = balanced_experts.prediction(settings)
+    return _decoder(settings, mlp, moe, by_kinds=by_kinds, prediction=ahead)
 
 
-def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes: Any) -> DecoderConfig:
-    dense = balanced_experts.dense_layers(settings)
-    return decoders.decoder(settings, _mixer(settings), lambda layer: mlp if layer < dense else moe, **changes)
+def _decoder(
+    settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, *, by_kinds: bool = False, **changes: Any
+) -> DecoderConfig:
+    dense = balanced_experts.dense_layers(settings, by_kinds=by_kinds)
+    return decoders.decoder(settings, _mixer(settings), lambda layer: mlp if layer in dense else moe, **changes)
 
 
 def _mixer(settings: Settings) -> LatentAttentionConfig:
@@ -100,7 +103,7 @@ def write_latent(mixer: LatentAttentionConfig) -> dict[str, Any]:
     }
 
 
-def _write(cfg: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
+def _write(cfg: DecoderConfig, experts: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of both versions. experts: those of the experts."""
     mixer, moe = layers_of(cfg)[0].mixer, decoders.feed_forwards(cfg).moe
     return {
@@ -111,7 +114,7 @@ def _write(cfg: Any, experts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_v2(cfg: Any) -> dict[str, Any]:
+def _write_v2(cfg: DecoderConfig) -> dict[str, Any]:
     moe, dense, _ = decoders.feed_forwards(cfg)
     mlps = [layers_of(cfg)[0].mlp] if dense else []
     mlps += [] if moe.shared is None else [moe.shared.mlp]
@@ -123,9 +126,9 @@ def _write_v2(cfg: Any) -> dict[str, Any]:
     }
 
 
-def _write_v3(cfg: Any) -> dict[str, Any]:
+def _write_v3(by_kinds: bool, cfg: DecoderConfig) -> dict[str, Any]:
     return {
-        **_write(cfg, balanced_experts.write_balanced(cfg)),
+        **_write(cfg, balanced_experts.write_balanced(cfg, by_kinds=by_kinds)),
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "rope_interleave": layers_of(cfg)[0].mixer.rope.interleaved,
@@ -139,16 +142,10 @@ def _read_dense(settings: Settings) -> DecoderConfig:
     return decoders.decoder(settings, mixer, lambda _: mlp)
 
 
-def _write_dense(cfg: Any) -> dict[str, Any]:
+def _write_dense(cfg: DecoderConfig) -> dict[str, Any]:
     block = layers_of(cfg)[0]
     rotated = {"rope_interleave": block.mixer.rope.interleaved}
     return {**decoders.model_settings(cfg, block.mlp), **write_latent(block.mixer), **rotated}
-
-
-def _write_glm(cfg: Any) -> dict[str, Any]:
-    settings = _write_v3(cfg)
-    kinds = balanced_experts.layer_types(settings.pop("first_k_dense_replace"), cfg.stack.layers())
-    return {**settings, "mlp_layer_types": kinds}
 
 
 def latent_rows(mixer: LatentAttentionConfig) -> list[Row]:
@@ -191,17 +188,17 @@ FAMILIES = [
         name,
         architecture,
         other_types=other_types,
-        read=partial(_read_v3, defaults),
-        write=write,
+        read=partial(_read_v3, defaults, by_kinds),
+        write=partial(_write_v3, by_kinds),
         rows=_rows_v3,
         adjusted=balanced_experts.without_missing_blocks,
         unused=UNUSED,
         ignored=balanced_experts.COPIES,
     )
-    for name, architecture, other_types, defaults, write in (
-        ("deepseek_v3", "DeepseekV3ForCausalLM", ("kimi_k2",), V3, _write_v3),
-        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", (), GLM, _write_glm),
-        ("sarvam_mla", "DeepseekV3ForCausalLM", (), SARVAM, _write_v3),
+    for name, architecture, other_types, defaults, by_kinds in (
+        ("deepseek_v3", "DeepseekV3ForCausalLM", ("kimi_k2",), V3, False),
+        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", (), GLM, True),
+        ("sarvam_mla", "DeepseekV3ForCausalLM", (), SARVAM, False),
     )
 ] + [
     decoders.family(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import MIXER
 from megajax.interop.huggingface.family import Settings, layers_of, norm
@@ -24,9 +23,11 @@ from megajax.interop.huggingface.tables import (
     one_group,
     sizes,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.position.config import AlibiConfig
+from megajax.models.decoder.config import DecoderConfig
 
 NORM = LayerNormConfig()
 GPT2 = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
@@ -94,7 +95,7 @@ def _mpt(settings: Settings) -> dict[str, Any]:
     return {"relative": AlibiConfig(), "qkv_clip": clip or None, "scale": scale}
 
 
-def _mpt_written(cfg: Any) -> dict[str, Any]:
+def _mpt_written(cfg: DecoderConfig) -> dict[str, Any]:
     mixer = layers_of(cfg)[0].mixer
     return {"attn_config": {"clip_qkv": mixer.qkv_clip, "softmax_scale": mixer.scale}}
 
@@ -103,7 +104,7 @@ class _FalconPositions(Positions):
     """Rotary positions, or ALiBi."""
 
     def read(self, settings: Settings) -> RopeOf:
-        rotated, alibi = Positions.read(self, settings), settings.remaining["alibi"]
+        rotated, alibi = super().read(settings), settings.remaining["alibi"]
         return (lambda layer, slides: None) if alibi else rotated
 
 
@@ -129,7 +130,7 @@ def _falcon_mixers(settings: Settings, attention: Sequence[AttentionConfig]) -> 
     return [replace(mixer, relative=AlibiConfig(factor=mixer.size(1) ** -0.5)) for mixer in attention]
 
 
-def _falcon_written(cfg: Any) -> dict[str, Any]:
+def _falcon_written(cfg: DecoderConfig) -> dict[str, Any]:
     block = layers_of(cfg)[0]
     mixer, two = block.mixer, block.norm_placement == "parallel_norms"
     grouped = two or mixer.groups() not in (1, mixer.heads)
@@ -153,7 +154,7 @@ def _bigcode_mixer(settings: Settings) -> dict[str, Any]:
     return {} if settings.take("scale_attn_weights", True) else {"scale": 1.0}
 
 
-def _bigcode_written(cfg: Any) -> dict[str, Any]:
+def _bigcode_written(cfg: DecoderConfig) -> dict[str, Any]:
     mixer = layers_of(cfg)[0].mixer
     return {"multi_query": mixer.groups() == 1, "scale_attn_weights": mixer.scale is None}
 
@@ -165,7 +166,7 @@ def _gptj(settings: Settings) -> None:
     decoders.rotary_dim(settings)
 
 
-def _gptj_written(cfg: Any) -> dict[str, Any]:
+def _gptj_written(cfg: DecoderConfig) -> dict[str, Any]:
     mixer = layers_of(cfg)[0].mixer
     return {"rotary_dim": mixer.rope.rotated(mixer.size(cfg.hidden))}
 

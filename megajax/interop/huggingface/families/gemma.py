@@ -10,7 +10,7 @@ from typing import Any
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.interop.huggingface.tables import Decoder, LayeredPositions, all_but_every, sizes
 from megajax.layers.norm.config import RMSNormConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 
 TANH = "gelu_pytorch_tanh"
 GEMMA = sizes(256000, 3072, 24576, 28, 16, 16, 256, 8192, hidden_act=TANH, tie_word_embeddings=True)
@@ -46,7 +46,7 @@ def _capped(settings: Settings) -> dict[str, Any]:
     return {**_scaled(settings), "logit_cap": settings.take("final_logit_softcapping", kind=float)}
 
 
-def _written(cfg: Any) -> dict[str, Any]:
+def _written(cfg: DecoderConfig) -> dict[str, Any]:
     mixer = layers_of(cfg)[0].mixer
     return {
         "query_pre_attn_scalar": round((mixer.scale or mixer.size(cfg.hidden) ** -0.5) ** -2),

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
-from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, norm, tokens
+from megajax.interop.huggingface.family import Family, Settings, activation_name, final_norm, layers_of, norm, tokens
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -22,7 +22,7 @@ UNUSED = frozenset({
 def _read(settings: Settings) -> DecoderConfig:
     hidden, heads, layers = settings.take("n_embd", 768), settings.count("n_head", 12), settings.layers("n_layer", 12)
     ln = LayerNormConfig(epsilon=settings.take("layer_norm_epsilon", 1e-5))
-    activation: Any = settings.activation("activation_function", "gelu_new")
+    activation = settings.activation("activation_function", "gelu_new")
     mixer = AttentionConfig(heads=heads, bias=True, scale=None if settings.take("scale_attn_weights", True) else 1.0)
     mlp = DenseMLPConfig(ffn=settings.take("n_inner", 4 * hidden), activation=activation)
     block = BlockConfig(mixer=mixer, mlp=mlp, norm=ln)
@@ -41,7 +41,7 @@ def _read(settings: Settings) -> DecoderConfig:
     )
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     blocks = layers_of(cfg)
     mixer, mlp, scales = blocks[0].mixer, blocks[0].mlp, [block.mixer.scale for block in blocks]
     return {
@@ -52,7 +52,7 @@ def _write(cfg: Any) -> dict[str, Any]:
         "n_positions": cfg.sequence_length,
         "vocab_size": cfg.vocabulary_size,
         "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else activation_name(mlp.activation),
-        "layer_norm_epsilon": cfg.norm.epsilon,
+        "layer_norm_epsilon": final_norm(cfg).epsilon,
         "scale_attn_weights": scales[0] != 1.0,
         "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
         "tie_word_embeddings": cfg.tied,

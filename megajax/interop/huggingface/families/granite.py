@@ -6,7 +6,6 @@ All experts of a layer are in one tensor, with gate and up fused.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER
 from megajax.interop.huggingface.family import Settings, layers_of
@@ -21,10 +20,11 @@ from megajax.interop.huggingface.tables import (
     Windows,
     sizes,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.norm.config import FixedScaleConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 
 DEFAULTS = sizes(32000, 4096, 11008, 32, 32, None, None, 2048)
 MOE = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -55,12 +55,12 @@ def factors(settings: Settings) -> dict[str, Any]:
     return {"layer_scale": scale, "width_scaling": scaling}
 
 
-def written(cfg: Any) -> dict[str, Any]:
+def written(cfg: DecoderConfig) -> dict[str, Any]:
     """The settings of the factors."""
     return {
         "attention_multiplier": decoders.attention_mixers(cfg)[0].scale,
         "residual_multiplier": layers_of(cfg)[0].layer_scale.factor,
-        "embedding_multiplier": cfg.width_scaling.embedding,
+        "embedding_multiplier": 1.0 if cfg.width_scaling is None else cfg.width_scaling.embedding,
         "logits_scaling": round(1 / cfg.logit_factor(), 12),
     }
 
@@ -86,7 +86,7 @@ def _read_shared(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
     return lambda _: moe
 
 
-def write_experts(cfg: Any) -> dict[str, Any]:
+def write_experts(cfg: DecoderConfig) -> dict[str, Any]:
     """The settings of `experts`."""
     moe = decoders.feed_forwards(cfg).moe
     shared = {} if moe.shared is None else {"shared_intermediate_size": moe.shared.mlp.ffn}
@@ -121,7 +121,7 @@ class ThetaPositions(Positions):
             bases = [rotation.base] * settings.peek("num_hidden_layers")
         return lambda layer, slides: replace(rotation, base=bases[layer]) if bases[layer] else None
 
-    def write(self, cfg: Any) -> dict[str, Any]:
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
         bases = [0 if mixer.rope is None else mixer.rope.base for mixer in decoders.attention_mixers(cfg)]
         return {**Positions.write(self, cfg), "layer_rope_theta": bases}
 
@@ -135,7 +135,7 @@ def _logits_times(settings: Settings) -> dict[str, Any]:
     return {**fields, "width_scaling": scaling, "norm_placement": placement}
 
 
-def _written_times(cfg: Any) -> dict[str, Any]:
+def _written_times(cfg: DecoderConfig) -> dict[str, Any]:
     post = layers_of(cfg)[0].norm_placement == "sandwich"
     return {**written(cfg), "logits_scaling": cfg.logit_factor(), "use_post_norm": post}
 

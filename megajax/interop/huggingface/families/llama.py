@@ -17,6 +17,7 @@ from megajax.interop.huggingface.tables import (
     sizes,
 )
 from megajax.layers.position.config import LongRopeScalingConfig
+from megajax.models.decoder.config import DecoderConfig
 
 QWEN = sizes(151936, 4096, 22016, 32, 32, 32, None, 32768, use_sliding_window=False, sliding_window=4096)
 QWEN |= {"max_window_layers": 28}
@@ -35,7 +36,7 @@ def longrope(settings: Settings) -> None:
             settings.remaining[name] = {"original_max_position_embeddings": original, **positions}
 
 
-def _original_length(cfg: Any) -> dict[str, Any]:
+def _original_length(cfg: DecoderConfig) -> dict[str, Any]:
     scaling = layers_of(cfg)[0].mixer.rope.scaling
     return {"original_max_position_embeddings": scaling.original} if isinstance(scaling, LongRopeScalingConfig) else {}
 

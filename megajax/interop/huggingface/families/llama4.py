@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, gated
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.interop.huggingface.rotary import FULL
 from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, LayerPositions, sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.norm.config import L2NormConfig
 from megajax.layers.position.config import TemperatureConfig
+from megajax.models.decoder.config import DecoderConfig
 
 DEFAULTS = sizes(202048, 5120, 8192, 48, 40, 8, 128, 131072, rms_norm_eps=1e-5, intermediate_size_mlp=16384)
 DEFAULTS |= {"num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
@@ -65,13 +66,13 @@ def _read(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
     return lambda layer: moe if layer in with_experts else dense
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     moe, dense, ffn = decoders.feed_forwards(cfg)
     with_experts = [layer for layer in range(cfg.stack.layers()) if layer not in dense]
     return {"num_local_experts": moe.experts, "intermediate_size_mlp": ffn, "moe_layers": with_experts}
 
 
-def _written(cfg: Any) -> dict[str, Any]:
+def _written(cfg: DecoderConfig) -> dict[str, Any]:
     mixers = [block.mixer for block in layers_of(cfg)]
     chunks, temperatures = [mixer.chunk for mixer in mixers], [mixer.temperature for mixer in mixers]
     temperature = next(filter(None, temperatures), TemperatureConfig())

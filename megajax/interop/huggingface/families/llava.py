@@ -3,11 +3,11 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.families.vit import read_tower, tower_rows, vision_config
 from megajax.interop.huggingface.family import Family, Settings, activation_name, linear
-from megajax.interop.stored.model_differences import differences
+from megajax.interop.weights.model_differences import differences
+from megajax.interop.weights.name_mapping import Row
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 
@@ -23,7 +23,7 @@ def _read(settings: Settings) -> LlavaConfig:
     language = family.read(text)
     text.close(family.unused)
     vision, all_positions = read_tower(settings)
-    activation: Any = settings.activation("projector_hidden_act", "gelu")
+    activation = settings.activation("projector_hidden_act", "gelu")
     projector = ProjectorConfig(activation=activation, bias=settings.take("multimodal_projector_bias", True))
     token, tied = settings.take("image_token_id", 32000), settings.take("tie_word_embeddings", False)
     shared = {field.name: getattr(language, field.name) for field in fields(DecoderConfig)}
@@ -37,7 +37,7 @@ def _read(settings: Settings) -> LlavaConfig:
     )
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: LlavaConfig) -> dict[str, Any]:
     """The tower has no layers but those that are read."""
     return {
         "text_config": text_config(cfg),
@@ -70,7 +70,7 @@ def text_config(cfg: LlavaConfig) -> dict[str, Any]:
 TOWER, PROJECTOR = "vision_tower.vision_model", "multi_modal_projector"
 
 
-def _rows(cfg: Any) -> list[Row]:
+def _rows(cfg: LlavaConfig) -> list[Row]:
     return [
         *[replace(row, tensor=f"language_model.{row.tensor}") for row in llama.TABLES["llama"].rows(cfg)],
         *tower_rows(cfg.vision.patch, TOWER, "vision."),

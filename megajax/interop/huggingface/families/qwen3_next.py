@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER
 from megajax.interop.huggingface.families import qwen_moe
 from megajax.interop.huggingface.family import Names, Settings, layers_of, to_settings
 from megajax.interop.huggingface.rotary import FULL, LINEAR
 from megajax.interop.huggingface.tables import Decoder, Positions, sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.delta.config import GatedDeltaNetConfig
 from megajax.layers.norm.config import RMSNormConfig
@@ -49,7 +49,7 @@ def _mixers(settings: Settings, attention: Sequence[AttentionConfig]) -> list[An
     return [delta if kind == LINEAR else mixer for kind, mixer in zip(kinds, attention, strict=True)]
 
 
-def _written(cfg: Any) -> dict[str, Any]:
+def _written(cfg: DecoderConfig) -> dict[str, Any]:
     mixers = [block.mixer for block in layers_of(cfg)]
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetConfig)), None)
     if delta is None:

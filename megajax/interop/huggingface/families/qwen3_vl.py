@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 from math import lcm
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.families.llava import LANGUAGES, language_of
 from megajax.interop.huggingface.families.vit import inner_tower
 from megajax.interop.huggingface.family import Family, Settings, activation_name, layers_of, linear, norm
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -55,7 +55,7 @@ def _read(settings: Settings) -> QwenVLConfig:
     )
 
 
-def _turning(mixer: Any, sections: tuple[int, ...]) -> AttentionConfig:
+def _turning(mixer: Any, sections: tuple[Any, ...]) -> AttentionConfig:
     plain = {field.name: getattr(mixer.rope, field.name) for field in fields(RopeConfig)}
     return replace(mixer, rope=InterleavedRopeConfig(**plain, sections=sections))
 
@@ -75,7 +75,7 @@ def _read_tower(settings: Settings, language: DecoderConfig, slots: int) -> Dyna
         settings.refuse("vision_config.rope_parameters.rope_type", rotation["rope_type"], "only axial is supported")
     rope = AxialRopeConfig(base=float(rotation.get("rope_theta", 10000.0)))
     mixer = AttentionConfig(heads=inner.take("num_heads", 16), bias=True, causal=False, rope=rope)
-    activation: Any = inner.activation("hidden_act", "gelu_pytorch_tanh")
+    activation = inner.activation("hidden_act", "gelu_pytorch_tanh")
     mlp = DenseMLPConfig(ffn=inner.take("intermediate_size", 4304), activation=activation)
     layer_norm = LayerNormConfig(epsilon=EPSILON)
     merge = inner.take("spatial_merge_size", 2)
@@ -106,8 +106,8 @@ def _read_tower(settings: Settings, language: DecoderConfig, slots: int) -> Dyna
     return tower
 
 
-def _write(cfg: Any) -> dict[str, Any]:
-    rope, block = layers_of(cfg)[0].mixer.rope, cfg.vision.stack.pattern[0]
+def _write(cfg: QwenVLConfig) -> dict[str, Any]:
+    rope, block = layers_of(cfg)[0].mixer.rope, layers_of(cfg.vision)[0]
     text = {**LANGUAGES["qwen3"].write(language_of(cfg)), "model_type": "qwen3_vl_text"}
     scaling = {"rope_type": "default", **(text["rope_scaling"] or {})}
     text["rope_scaling"] = {**scaling, "mrope_section": list(rope.sections), "mrope_interleaved": True}
@@ -148,7 +148,7 @@ def _axial(rope: RopeConfig) -> dict[str, Any]:
 VISUAL, TEXT_MODEL = "model.visual", "model.language_model."
 
 
-def _rows(cfg: Any) -> Iterator[Row]:
+def _rows(cfg: QwenVLConfig) -> Iterator[Row]:
     tower, first = cfg.vision, 0
     for row in llama.TABLES["qwen3"].rows(cfg):
         yield replace(row, tensor=row.tensor.replace("model.", TEXT_MODEL, 1))

@@ -4,13 +4,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.tables import EVERYWHERE, Decoder, Experts, FeedForwardOf, Slides, Windows, sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
+from megajax.models.decoder.config import DecoderConfig
 
 COMMON = {"use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1}
 WINDOWS = ("sliding_window", "use_sliding_window")
@@ -35,7 +36,7 @@ def _read(shared: bool, normalised: bool, settings: Settings, mlp: GatedMLPConfi
     return lambda layer: mlp if layer in dense or (layer + 1) % every or not moe.experts else moe
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     moe, dense, ffn = decoders.feed_forwards(cfg)
     return {
         "norm_topk_prob": moe.router.normalise == "chosen",
@@ -47,7 +48,7 @@ def _write(cfg: Any) -> dict[str, Any]:
     }
 
 
-def _write_shared(cfg: Any) -> dict[str, Any]:
+def _write_shared(cfg: DecoderConfig) -> dict[str, Any]:
     shared = decoders.feed_forwards(cfg).moe.shared
     return {**_write(cfg), "shared_expert_intermediate_size": 0 if shared is None else shared.mlp.ffn}
 

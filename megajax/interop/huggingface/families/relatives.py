@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER
 from megajax.interop.huggingface.family import Settings, layers_of
@@ -27,10 +26,11 @@ from megajax.interop.huggingface.tables import (
     one_group,
     sizes,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mlp.config import XieluMLPConfig
 from megajax.layers.norm.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.position.config import TemperatureConfig, YarnScalingConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
@@ -145,7 +145,7 @@ def _tempered(settings: Settings, attention: Sequence[Any]) -> Sequence[Any]:
     return [replace(mixer, temperature=temperature) for mixer in attention]
 
 
-def _write_tempered(cfg: Any) -> dict[str, Any]:
+def _write_tempered(cfg: DecoderConfig) -> dict[str, Any]:
     mixer = layers_of(cfg)[0].mixer
     scaling = rope_settings(mixer.rope)["rope_scaling"]
     return {"rope_scaling": scaling and {**scaling, "llama_4_scaling_beta": mixer.temperature.scale}}

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import (
     ACTIVATIONS,
     Family,
@@ -11,11 +10,14 @@ from megajax.interop.huggingface.family import (
     Settings,
     activation_name,
     attention,
+    final_norm,
+    layers_of,
     linear,
     norm,
     to_settings,
     tokens,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig, MLPConfig
@@ -84,8 +86,8 @@ def feed_forward_name(mlp: DenseMLPConfig | GatedMLPConfig) -> str:
     return special.get(mlp.activation, f"gated-{activation_name(mlp.activation)}")
 
 
-def _write(cfg: Any) -> dict[str, Any]:
-    block = cfg.stack.pattern[0]
+def _write(cfg: T5Config) -> dict[str, Any]:
+    block = layers_of(cfg)[0]
     return {
         **to_settings(cfg, SIZES),
         "is_encoder_decoder": True,
@@ -96,7 +98,7 @@ def _write(cfg: Any) -> dict[str, Any]:
         "d_ff": block.mlp.ffn,
         "feed_forward_proj": feed_forward_name(block.mlp),
         **to_settings(block.mixer.relative, BUCKETS),
-        "layer_norm_epsilon": cfg.norm.epsilon,
+        "layer_norm_epsilon": final_norm(cfg).epsilon,
         "scale_decoder_outputs": cfg.width_scaling is not None,
     }
 
@@ -120,7 +122,7 @@ def section(tensor: str, path: str, last: int, up: str) -> list[Row]:
     ]
 
 
-def _rows(cfg: Any) -> list[Row]:
+def _rows(cfg: T5Config) -> list[Row]:
     up = "wi_1" if isinstance(cfg.stack.pattern[0].mlp, GatedMLPConfig) else "wi"
     return [
         *tokens(cfg, "shared.weight", "lm_head.weight"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.family import (
     Family,
     Settings,
@@ -14,10 +13,12 @@ from megajax.interop.huggingface.family import (
     class_settings,
     classes,
     dense,
+    layers_of,
     linear,
     norm,
     patches,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -27,7 +28,7 @@ from megajax.models.vision.config import CLIP_DEVIATION, CLIP_MEAN, VisionTowerC
 from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig, ViTConfig, with_image_head
 
 
-class Tower(NamedTuple):
+class FamilyTower(NamedTuple):
     """What the towers of a family have in common."""
 
     model_type: str
@@ -43,9 +44,11 @@ class Tower(NamedTuple):
     deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
 
 
-VIT = Tower("vit", "gelu", 1e-12, 16)
-CLIP = Tower("clip_vision_model", "quick_gelu", 1e-5, 32, entry_norm=True, mean=CLIP_MEAN, deviation=CLIP_DEVIATION)
-SIGLIP = Tower("siglip_vision_model", "gelu_pytorch_tanh", 1e-6, 16, class_token=False)
+VIT = FamilyTower("vit", "gelu", 1e-12, 16)
+CLIP = FamilyTower(
+    "clip_vision_model", "quick_gelu", 1e-5, 32, entry_norm=True, mean=CLIP_MEAN, deviation=CLIP_DEVIATION
+)
+SIGLIP = FamilyTower("siglip_vision_model", "gelu_pytorch_tanh", 1e-6, 16, class_token=False)
 TOWERS = {tower.model_type: tower for tower in (CLIP, SIGLIP)}
 
 UNUSED = frozenset(
@@ -66,12 +69,12 @@ def pixels(settings: Settings, patch: int) -> dict[str, Any]:
     return {"height": height, "width": width, "patch": patch_height}
 
 
-def tower(settings: Settings, kind: Tower, *, qkv_bias: bool = True) -> VisionTowerConfig:
+def tower(settings: Settings, kind: FamilyTower, *, qkv_bias: bool = True) -> VisionTowerConfig:
     """The tower of a config.json, or of its vision_config: pre-norm blocks with bidirectional attention."""
     mixer = AttentionConfig(
         heads=settings.take("num_attention_heads", 12), bias=True, qkv_bias=None if qkv_bias else False, causal=False
     )
-    activation: Any = settings.activation("hidden_act", kind.activation)
+    activation = settings.activation("hidden_act", kind.activation)
     mlp = DenseMLPConfig(ffn=settings.take("intermediate_size", 3072), activation=activation)
     norm = LayerNormConfig(epsilon=settings.take("layer_norm_eps", kind.epsilon))
     block = BlockConfig(mixer=mixer, mlp=mlp, norm=norm)
@@ -88,9 +91,9 @@ def tower(settings: Settings, kind: Tower, *, qkv_bias: bool = True) -> VisionTo
     )
 
 
-def tower_settings(cfg: Any) -> dict[str, Any]:
+def tower_settings(cfg: VisionTowerConfig) -> dict[str, Any]:
     """The reverse of `tower`, including the mean and deviation of preprocessor_config.json."""
-    block = cfg.stack.pattern[0]
+    block = layers_of(cfg)[0]
     return {
         "hidden_size": cfg.hidden,
         "intermediate_size": block.mlp.ffn,
@@ -106,7 +109,7 @@ def tower_settings(cfg: Any) -> dict[str, Any]:
     }
 
 
-def vision_config(cfg: Any) -> dict[str, Any]:
+def vision_config(cfg: VisionTowerConfig) -> dict[str, Any]:
     """The settings of a tower of CLIP or SigLIP, with its model_type."""
     if cfg.class_tokens:
         return {"model_type": CLIP.model_type, **tower_settings(cfg)}
@@ -167,19 +170,19 @@ def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:
     return with_image_head(model, ClassifierConfig(classes=classes(settings)))
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: ViTConfig) -> dict[str, Any]:
     head = getattr(cfg, "head", None)
     return {
         **({"architectures": ["ViTModel"]} if head is None else class_settings(head.classes)),
         **tower_settings(cfg),
-        "qkv_bias": cfg.stack.pattern[0].mixer.has_qkv_bias(),
+        "qkv_bias": layers_of(cfg)[0].mixer.has_qkv_bias(),
     }
 
 
 LAYER, BLOCK, EMBEDDINGS = "vit.encoder.layer.{layer}", "stack.*", "vit.embeddings"
 
 
-def _rows(cfg: Any) -> list[Row]:
+def _rows(cfg: ViTConfig) -> list[Row]:
     names = ("attention.query", "attention.key", "attention.value", "output.dense")
     return [
         Row(f"{EMBEDDINGS}.cls_token", "class_tokens", "1 n d -> n d"),
@@ -196,7 +199,7 @@ def _rows(cfg: Any) -> list[Row]:
     ]
 
 
-def _read_towers(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
+def _read_towers(kind: FamilyTower, settings: Settings) -> VisionTowerConfig | ViTConfig:
     """A tower, or a classifier."""
     if settings.remaining.get("model_type") == kind.model_type:
         model = tower(settings, kind)
@@ -214,13 +217,13 @@ def _read_towers(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConf
     return with_image_head(model, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
 
 
-def _write_towers(name: str, cfg: Any) -> dict[str, Any]:
+def _write_towers(name: str, cfg: ViTConfig) -> dict[str, Any]:
     if (head := getattr(cfg, "head", None)) is None:
         return {"architectures": [f"{name}VisionModel"], **vision_config(cfg)}
     return {"vision_config": vision_config(cfg), **class_settings(head.classes)}
 
 
-def _rows_towers(cfg: Any) -> list[Row]:
+def _rows_towers(cfg: ViTConfig) -> list[Row]:
     return [*tower_rows(cfg.patch), *dense("classifier", "head.linear")]
 
 

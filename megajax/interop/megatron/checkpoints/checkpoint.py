@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.weights.name_mapping import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map
 from megajax.interop.megatron.checkpoints.names import (
@@ -39,6 +37,8 @@ from megajax.interop.megatron.checkpoints.ranks import (
     updates,
 )
 from megajax.interop.megatron.checkpoints.tables import second_names, table
+from megajax.interop.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
+from megajax.interop.weights.name_mapping import MappedTensor, resolved
 from megajax.layers.param import ParamSpec
 from megajax.storage.safe_paths import is_plain
 
@@ -62,8 +62,6 @@ class MegatronModel(NamedTuple):
     """A checkpoint whose tensors match its model."""
 
     foreign: ForeignModel
-    table: Sequence[Mapped]
-    weights: ForeignWeights
     moments: Mapping[str, ForeignWeights]
     """first_moment and second_moment, by the paths of the weights; empty if they can't be assigned to weights."""
     updates: int
@@ -77,21 +75,16 @@ class MegatronModel(NamedTuple):
     dropped: tuple[str, ...]
     """Parts of the checkpoint that are not converted."""
 
-    @property
-    def model(self) -> Any:
-        """The model config."""
-        return self.foreign.model
-
 
 class MegatronCheckpoint:
     """One checkpoint of a folder. The constructor reads only metadata."""
 
-    def __init__(self, folder: Path, step: int | None = None):
-        """folder: with the tracker file, or of one iteration; step: the iteration; None: the newest.
+    def __init__(self, folder: Path):
+        """folder: with the tracker file, or of one iteration.
 
         Raises UserError for a folder without a checkpoint, and for files that are damaged or refused.
         """
-        self.folder = iteration_folder(folder, step)
+        self.folder = iteration_folder(folder)
         self.where = str(self.folder)
         is_sharded = (self.folder / METADATA).is_file()
         self.contents = _Sharded(self.folder) if is_sharded else _Ranks(self.folder)
@@ -130,8 +123,6 @@ class MegatronCheckpoint:
         schedule = self.contents.common.get("opt_param_scheduler")
         return MegatronModel(
             foreign=foreign,
-            table=tensors,
-            weights=ForeignWeights(foreign.tensors, tensors, declared),
             moments=moments,
             updates=updates(self.contents.common.get("optimizer"), self.contents.view) or iteration,
             iteration=iteration,
@@ -142,7 +133,7 @@ class MegatronCheckpoint:
         )
 
     def _moments(
-        self, tensors: Sequence[Mapped], declared: Mapping[str, ParamSpec], ignored: Sequence[str]
+        self, tensors: Sequence[MappedTensor], declared: Mapping[str, ParamSpec], ignored: Sequence[str]
     ) -> dict[str, ForeignWeights]:
         """Kind -> moments. Observations have none. Raises UnmappedError."""
         trained = {path: spec for path, spec in declared.items() if spec.updater is None}
@@ -159,7 +150,7 @@ class MegatronCheckpoint:
         return key in self.contents.common or (isinstance(inner, dict) and key in inner)
 
 
-def _padless(where: str, parts: Mapping[str, LazyTensor], table: Mapping[str, Mapped]) -> NamedTensors:
+def _padless(where: str, parts: Mapping[str, LazyTensor], table: Mapping[str, MappedTensor]) -> NamedTensors:
     tensors = {
         name: without_padding(name, part, table[name].shape()) if name in table else part
         for name, part in parts.items()
@@ -167,7 +158,7 @@ def _padless(where: str, parts: Mapping[str, LazyTensor], table: Mapping[str, Ma
     return NamedTensors(where, tensors)
 
 
-def _int(value: Any) -> int:
+def _int(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
@@ -177,27 +168,22 @@ def ignored(model: Any) -> tuple[str, ...]:
     return (*WITHOUT_WEIGHTS, *tied, *second_names(model).values())
 
 
-def iteration_folder(folder: Path, step: int | None = None) -> Path:
-    """The folder of one checkpoint: the folder itself, or the one in it that `step` or the tracker file names.
+def iteration_folder(folder: Path) -> Path:
+    """The folder of one checkpoint: the folder itself, or the one in it that the tracker file names.
 
     Raises UserError if there is none.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
     present = sorted(path.name for path in folder.iterdir() if re.fullmatch(r"iter_\d+|release", path.name))
-    if step is None and not present and ((folder / METADATA).is_file() or any(_rank_folders(folder))):
+    if not present and ((folder / METADATA).is_file() or any(_rank_folders(folder))):
         return folder
     listing = f"there are {', '.join(present)}" if present else "there are no folders iter_0000000 or release"
-    if step is not None:
-        name = f"iter_{step:07d}"
-    else:
-        try:
-            text = (folder / TRACKER).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{folder} is not a checkpoint of Megatron-LM: it has no {TRACKER}, and {listing}"
-            ) from error
-        name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
+    try:
+        text = (folder / TRACKER).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder} is not a checkpoint of Megatron-LM: it has no {TRACKER}, and {listing}") from error
+    name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
     if name not in present:
         raise UserError(f"{folder} has no checkpoint {name!r}; {listing}")
     return folder / name
@@ -224,7 +210,7 @@ class _Ranks:
         """Names of the weights, as in tables."""
         return set(self._tensors.pieces)
 
-    def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+    def weights(self, table: Mapping[str, MappedTensor]) -> dict[str, LazyTensor]:
         """The weights by name; of a run in 16 bits, the float32 copies if the checkpoint has them."""
         weights = self._tensors.merged(table)
         try:
@@ -232,11 +218,11 @@ class _Ranks:
         except UnmappedError:
             return weights
 
-    def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+    def moments(self, table: Mapping[str, MappedTensor]) -> dict[str, dict[str, LazyTensor]]:
         """Kind -> name -> moment. Raises UnmappedError."""
         return {kind: parts for kind, parts in self._states(table).items() if kind in MOMENTS}
 
-    def _states(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+    def _states(self, table: Mapping[str, MappedTensor]) -> dict[str, dict[str, LazyTensor]]:
         states = {file.rank: rank_moments(file) for file in self._files}
         kinds = set.intersection(*(set(state) for state in states.values()))
         return {
@@ -287,12 +273,12 @@ class _Sharded:
     def names(self) -> set[str]:
         return set(self._states.get("", {}))
 
-    def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+    def weights(self, table: Mapping[str, MappedTensor]) -> dict[str, LazyTensor]:
         weights = self._states.get("", {})
         masters = {name: part for kind in MASTERS for name, part in self._states.get(kind, {}).items()}
         return {name: masters.get(name, part) for name, part in weights.items()}
 
-    def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+    def moments(self, table: Mapping[str, MappedTensor]) -> dict[str, dict[str, LazyTensor]]:
         if self._flat:
             raise UnmappedError("its buffers span all weights: save it with --dist-ckpt-optim-fully-reshardable")
         moments = {kind: self._states[kind] for kind in MOMENTS if kind in self._states}
@@ -305,7 +291,7 @@ METADATA = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArchiveBytes:
     """The bytes of an archive."""
 
     file: str
@@ -314,12 +300,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ArrayBox:
     """A box of an array."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: ArchiveBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +314,7 @@ class ShardedArray:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ArrayBox, ...]
 
 
 class ShardedFolder:
@@ -386,13 +372,13 @@ class ShardedFolder:
         except (AttributeError, KeyError, TypeError) as error:
             raise UserError(f"{self.where} does not describe a checkpoint of torch.distributed ({error!r})") from error
 
-    def _archive(self, name: str, place: Place) -> TorchArchive:
+    def _archive(self, name: str, place: ArchiveBytes) -> TorchArchive:
         if place.file not in self._files:
             self._files[place.file] = memory_map(self.folder / place.file)
         where = f"{self.folder / place.file} ({name})"
         return TorchArchive(self._files[place.file], where, place.start, place.length)
 
-    def _values(self, name: str, array: ShardedArray, chunk: Chunk) -> np.ndarray:
+    def _values(self, name: str, array: ShardedArray, chunk: ArrayBox) -> np.ndarray:
         archive = self._archive(name, chunk.place)
         if not isinstance(archive.content, TensorPlace):
             raise UserError(f"{archive.where}: a tensor was expected, not a {type(archive.content).__name__}")
@@ -413,10 +399,10 @@ class ShardedFolder:
             place = self._place(name, offsets)
             if not all(start + size <= end for start, size, end in zip(offsets, sizes, shape, strict=True)):
                 raise UserError(f"{self.where} is damaged: the chunk of {name} at {offsets} is outside of {shape}")
-            chunks.append(Chunk(offsets, sizes, place))
+            chunks.append(ArrayBox(offsets, sizes, place))
         return ShardedArray(shape, DTYPES[dtype.dotted], tuple(chunks))
 
-    def _place(self, name: str, offsets: tuple[int, ...] | None) -> Place:
+    def _place(self, name: str, offsets: tuple[int, ...] | None) -> ArchiveBytes:
         """The bytes of a chunk, or of an object. Raises UserError for files that are outside of the folder, missing or
         compressed, and for positions that are none.
         """
@@ -433,7 +419,7 @@ class ShardedFolder:
             raise UserError(f"{self.folder / file} is compressed ({info['transform_descriptors']}): save it without")
         if not all(type(number) is int and number >= 0 for number in (start, length)):
             raise UserError(f"{self.where} is damaged: {name} begins at {start!r} and has {length!r} bytes")
-        return Place(file, start, length)
+        return ArchiveBytes(file, start, length)
 
     @cached_property
     def _present(self) -> set[str]:

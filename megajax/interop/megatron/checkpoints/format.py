@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
-from megajax.checkpoint.weights.name_mapping import Mapped, resolved
+from megajax.checkpoint.weight_source import Entry, WeightSource
 from megajax.checkpoint.zarr_reader import OBSERVED
 from megajax.config.compose import assemble
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.overrides import patch_of
+from megajax.config.hints import below
+from megajax.config.settings_tree import patch_of
 from megajax.data.text.config import MockConfig
-from megajax.interop.formats import Reading, split_name
 from megajax.interop.megatron.checkpoints.archive import NAMESPACE, write_archive
 from megajax.interop.megatron.checkpoints.arguments import arguments, script_of
 from megajax.interop.megatron.checkpoints.checkpoint import TRACKER, MegatronCheckpoint, MegatronModel
@@ -34,10 +33,20 @@ from megajax.interop.megatron.flags import run as megatron_run
 from megajax.interop.megatron.flags.encoders import bert_embedding, bert_stack, t5_embedding, t5_stack
 from megajax.interop.megatron.flags.hybrid import decoder_stack
 from megajax.interop.megatron.flags.model import embedding, width_scaling
-from megajax.interop.megatron.flags.reading import Arguments, Flag
+from megajax.interop.megatron.flags.reading import Arguments, MegatronFlag
 from megajax.interop.megatron.flags.translate import FLAGS, FLAGS_OF
-from megajax.interop.stored.model import Advance, Options, StateArray, StoredModel, TrainingState, stored_foreign
-from megajax.interop.stored.model_differences import describe_differences, differences
+from megajax.interop.weights.foreign import declared_by, export_tensor
+from megajax.interop.weights.formats import Reading, split_name
+from megajax.interop.weights.model_differences import describe_differences, differences
+from megajax.interop.weights.name_mapping import MappedTensor, resolved
+from megajax.interop.weights.stored_model import (
+    Advance,
+    Options,
+    StateArray,
+    StoredModel,
+    TrainingState,
+    stored_foreign,
+)
 from megajax.layers.param import ParamSpec
 from megajax.optim.config import AdamWConfig
 from megajax.storage.atomic_folders import new_folder
@@ -98,15 +107,15 @@ NULL_TOKENIZERS = ("NullTokenizer",)
 """Tokenizers with one token more than --vocab-size, the end of a document."""
 
 
-def open_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> MegatronModel:
+def open_model(folder: Path, *, vocabulary: int | None = None) -> MegatronModel:
     """The model with the state of its optimizer; tensors are compared, not read.
 
-    vocabulary: number of tokens, if the arguments hold only the padded number; step: the iteration.
+    vocabulary: number of tokens, if the arguments hold only the padded number.
     Raises UserError for unsupported features, for files that are damaged or refused, and with everything that does not
     fit.
     """
-    checkpoint = MegatronCheckpoint(folder, step)
-    return checkpoint.open(model_of(checkpoint, vocabulary))
+    checkpoint = MegatronCheckpoint(folder)
+    return checkpoint.open(model_config(checkpoint.args, checkpoint.script(), vocabulary, checkpoint.where))
 
 
 def continued_config(opened: MegatronModel, base: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
@@ -142,7 +151,7 @@ def state(opened: MegatronModel, declared: Mapping[str, ParamSpec]) -> dict[str,
         "loss_scale": np.float32(1),
         "scale_counters": np.zeros(2, np.int32),
     }
-    stored_paths = opened.weights.shapes()
+    stored_paths = opened.foreign.weights.shapes
     counts |= {
         OBSERVED + path: np.zeros(spec.shape, np.float32)
         for path, spec in declared.items()
@@ -153,7 +162,7 @@ def state(opened: MegatronModel, declared: Mapping[str, ParamSpec]) -> dict[str,
         for name, values in counts.items()
     }
     for kind, moments in opened.moments.items():
-        for path, shape in moments.shapes().items():
+        for path, shape in moments.shapes.items():
             entry = Entry(tuple(shape), np.dtype(np.float32))
             arrays[f"optimizer.{kind}.{path}"] = StateArray(entry, partial(moments.read, path))
     return arrays
@@ -167,7 +176,7 @@ def write_model(
     engine: bool = True,
     dtype: np.dtype | None = None,
     advance: Callable[[int], None] = lambda elements: None,
-) -> list[Mapped]:
+) -> list[MappedTensor]:
     """Writes release/mp_rank_00/model_optim_rng.pt and the tracker file into an existing folder -> the table.
 
     engine: whether names are those of Transformer Engine's layers, else of plain torch layers; dtype: of the weights;
@@ -182,8 +191,8 @@ def write_model(
     except UserError as error:
         unexpressed = [str(error)]
     if unexpressed:
-        lines = "\n".join(f"  {line}" for line in unexpressed)
-        raise UserError(f"Megatron-LM's arguments can't express the model. These settings would differ:\n{lines}")
+        problem = "Megatron-LM's arguments can't express the model. These settings would differ:"
+        raise UserError(below(problem, unexpressed))
     declared, kind = declared_by(model), dtype or np.dtype(np.float32)
     tensors = resolved(table(model), declared)
     names = {tensor.name: tensor.name for tensor in tensors}
@@ -206,11 +215,6 @@ def write_model(
     return tensors
 
 
-def model_of(checkpoint: MegatronCheckpoint, vocabulary: int | None = None) -> Any:
-    """The model config of a checkpoint. Raises UserError with all unsupported features."""
-    return model_config(checkpoint.args, checkpoint.script(), vocabulary, checkpoint.where)
-
-
 def model_config(
     args: Mapping[str, Any], script: str, vocabulary: int | None = None, source: str = "the arguments"
 ) -> Any:
@@ -222,8 +226,7 @@ def model_config(
     settings = _settings(flags, MAKERS[script], ("model.",))
     settings |= {"model.vocabulary_size": _vocabulary(args, vocabulary, source), "data": MockConfig()}
     if flags.refusals:
-        lines = "\n".join(f"  {problem}" for problem in flags.refusals)
-        raise UserError(f"{source}: the model has features that MegaJAX lacks:\n{lines}")
+        raise UserError(below(f"{source}: the model has features that MegaJAX lacks:", flags.refusals))
     config, config_problems = assemble(RunConfig, None, patch_of(settings.items()))
     problems = [*flags.problems, *(problem for problem in config_problems if problem.setting.startswith("model"))]
     if problems or config is None:
@@ -247,7 +250,7 @@ def _flags(args: Mapping[str, Any], script: str) -> Arguments:
     return flags
 
 
-def _value(row: Flag, args: Mapping[str, Any]) -> Any:
+def _value(row: MegatronFlag, args: Mapping[str, Any]) -> Any:
     """The value of a flag; None: it was not given, or is off."""
     if row.name in NEGATED:
         return True if args.get(NEGATED[row.name], True) is False else None
@@ -296,7 +299,7 @@ def _engine_name(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def _read(tensor: Mapped, weights: WeightSource, dtype: np.dtype, advance: Callable[[int], None]) -> np.ndarray:
+def _read(tensor: MappedTensor, weights: WeightSource, dtype: np.dtype, advance: Callable[[int], None]) -> np.ndarray:
     """A tensor of Megatron-LM from the weights."""
     values = export_tensor(tensor, weights, dtype)
     advance(values.size)

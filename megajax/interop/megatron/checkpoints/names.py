@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import Entry
+from megajax.checkpoint.weight_source import Entry
 
 FUSED_NORMS: Mapping[str, str] = {
     "self_attention.linear_qkv": "input_layernorm",
@@ -53,13 +53,11 @@ class LazyTensor:
 
 
 class NamedTensors:
-    """`megajax.checkpoint.weights.foreign.Tensors` of parts by name."""
+    """`megajax.interop.weights.foreign.Tensors` of parts by name."""
 
     def __init__(self, where: str, parts: Mapping[str, LazyTensor]):
         self.where, self._parts = where, parts
-
-    def entries(self) -> Mapping[str, Entry]:
-        return {name: Entry(part.shape, part.dtype) for name, part in self._parts.items()}
+        self.entries = {name: Entry(part.shape, part.dtype) for name, part in parts.items()}
 
     def read(self, name: str) -> np.ndarray:
         return self._parts[name].read()
@@ -98,7 +96,7 @@ def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[in
         yield plain(tensor_name), index
 
 
-def flattened(content: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def flattened(content: object, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Dotted names and values of nested mappings."""
     if depth > MOST_LEVELS or not isinstance(content, dict):
         return

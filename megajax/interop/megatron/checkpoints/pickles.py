@@ -124,7 +124,7 @@ def read_pickle(data: bytes | memoryview, where: str, limits: Limits = LIMITS) -
     return content
 
 
-def _inner(value: Any) -> Collection[Any] | None:
+def _inner(value: object) -> Collection[Any] | None:
     return [*value.arguments, value.fields] if isinstance(value, Record) else inner_values(value)
 
 
@@ -178,7 +178,7 @@ class _Machine:
             raise ValueError(f"a {kind.__name__} was expected, not a {type(top).__name__}")
         return top
 
-    def push(self, value: Any) -> None:
+    def push(self, value: object) -> None:
         if type(value) is int and value.bit_length() > MOST_BITS:
             raise ValueError(f"a number of {value.bit_length()} bits, at most {MOST_BITS} are read")
         self.stack.append(value)
@@ -193,13 +193,13 @@ class _Machine:
             if not _is_key(key):
                 raise ValueError(f"a {type(key).__name__} as a key, or a number of more than {MOST_BITS_OF_KEYS} bits")
 
-    def nothing(self, _: Any) -> None:
+    def nothing(self, _: object) -> None:
         """Opcodes of the framing of the file."""
 
-    def drop(self, _: Any) -> None:
+    def drop(self, _: object) -> None:
         self._pop()
 
-    def drop_to_mark(self, _: Any) -> None:
+    def drop_to_mark(self, _: object) -> None:
         self._above_mark()
 
     def remember(self, place: Any) -> None:
@@ -213,33 +213,33 @@ class _Machine:
         values = self._above_mark() if count is None else [self._pop() for _ in range(count)][::-1]
         self.push(tuple(values))
 
-    def list_of(self, _: Any) -> None:
+    def list_of(self, _: object) -> None:
         self.push(self._above_mark())
 
-    def dict_of(self, _: Any) -> None:
+    def dict_of(self, _: object) -> None:
         values = self._above_mark()
         self.keys(values[::2])
         self.push(dict(zip(values[::2], values[1::2], strict=True)))
 
-    def append(self, _: Any) -> None:
+    def append(self, _: object) -> None:
         value = self._pop()
         self._top(list).append(value)
 
-    def appends(self, _: Any) -> None:
+    def appends(self, _: object) -> None:
         values = self._above_mark()
         self._top(list).extend(values)
 
-    def set_item(self, _: Any) -> None:
+    def set_item(self, _: object) -> None:
         value, key = self._pop(), self._pop()
         self.keys((key,))
         self._top(dict)[key] = value
 
-    def set_items(self, _: Any) -> None:
+    def set_items(self, _: object) -> None:
         values = self._above_mark()
         self.keys(values[::2])
         self._top(dict).update(zip(values[::2], values[1::2], strict=True))
 
-    def add_items(self, _: Any) -> None:
+    def add_items(self, _: object) -> None:
         values = self._above_mark()
         self.keys(values)
         self._top(set).update(values)
@@ -248,11 +248,11 @@ class _Machine:
         """A name as "module name" in the opcode."""
         self._name(*text.split(" "))
 
-    def stacked_name(self, _: Any) -> None:
+    def stacked_name(self, _: object) -> None:
         name, module = self._pop(), self._pop()
         self._name(module, name)
 
-    def _name(self, module: Any, name: Any) -> None:
+    def _name(self, module: object, name: object) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("a name that is not a text")
         if len(module) + len(name) > LONGEST_NAME:
@@ -266,7 +266,7 @@ class _Machine:
             )
         self.push(Name(dotted))
 
-    def call(self, _: Any) -> None:
+    def call(self, _: object) -> None:
         """REDUCE and NEWOBJ."""
         arguments, function = self._pop(), self._pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
@@ -284,13 +284,13 @@ class _Machine:
         except (ValueError, TypeError, IndexError, AttributeError) as error:
             raise UserError(f"{self.where}: its pickle was refused: {name} with odd arguments ({error})") from error
 
-    def call_with_names(self, _: Any) -> None:
+    def call_with_names(self, _: object) -> None:
         names = self._pop()
         if names:
             raise UserError(f"{self.where}: its pickle was refused: it calls a class with named arguments")
         self.call(None)
 
-    def build(self, _: Any) -> None:
+    def build(self, _: object) -> None:
         """Sets attributes of the object below. Those of a dict or a tensor are not needed."""
         state, target = self._pop(), self.stack[-1]
         if isinstance(target, Record):
@@ -303,7 +303,7 @@ class _Machine:
         elif not isinstance(target, dict | TensorPlace | bytes):
             raise UserError(f"{self.where}: its pickle was refused: it sets attributes of a {type(target).__name__}")
 
-    def persistent(self, _: Any) -> None:
+    def persistent(self, _: object) -> None:
         """A storage: ("storage", class, key, device, number of elements)."""
         reference = self._pop()
         if not isinstance(reference, tuple) or len(reference) != 5:
@@ -316,11 +316,11 @@ class _Machine:
         self.push(Storage(key, DTYPES[kind.dotted], numel))
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: object) -> bool:
     if type(value) is tuple:
         return all(map(_is_key, value))
     if type(value) is int:

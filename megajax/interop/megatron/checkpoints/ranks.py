@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.weights.name_mapping import Mapped
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map
 from megajax.interop.megatron.checkpoints.names import (
@@ -28,6 +27,7 @@ from megajax.interop.megatron.checkpoints.names import (
     plain,
 )
 from megajax.interop.megatron.checkpoints.pickles import Record, TensorPlace
+from megajax.interop.weights.name_mapping import MappedTensor
 
 FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
@@ -178,11 +178,11 @@ class RankTensors:
         numbers = [int(match[1]) for match in map(LOCAL_EXPERT.search, names) if match]
         return 1 + max([*numbers, *(int(match[2]) for match in map(GROUPED.match, names) if match)], default=0)
 
-    def merged(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+    def merged(self, table: Mapping[str, MappedTensor]) -> dict[str, LazyTensor]:
         """Tensors merged from the ranks' shares. table: name -> tensor of the model; others are not merged."""
         return {name: self._merged(name, shares, table.get(name)) for name, shares in self.pieces.items()}
 
-    def _merged(self, name: str, shares: Mapping[Rank, LazyTensor], tensor: Mapped | None) -> LazyTensor:
+    def _merged(self, name: str, shares: Mapping[Rank, LazyTensor], tensor: MappedTensor | None) -> LazyTensor:
         """Concatenates shares along the dimension in which they are smaller than the tensor, if there is one."""
         by_rank: dict[int, LazyTensor] = {}
         for rank in sorted(shares):
@@ -272,7 +272,7 @@ def rank_moments(file: RankFile) -> dict[str, list[dict[str, TensorPlace]]]:
     return result
 
 
-def _optimizers(content: Any) -> Iterator[dict[str, Any]]:
+def _optimizers(content: object) -> Iterator[dict[str, Any]]:
     """The optimizers of a state: several where experts have their own."""
     if content is None:
         raise UnmappedError("the checkpoint has none")
@@ -297,7 +297,7 @@ def _belongs(weight: tuple[int, str, TensorPlace], group: Mapping[str, Any], has
     return right_group and decays == bool(group.get("wd_mult", 1.0))
 
 
-def updates(content: Any, view: Callable[[TensorPlace], np.ndarray]) -> int | None:
+def updates(content: object, view: Callable[[TensorPlace], np.ndarray]) -> int | None:
     """Number of updates in the state of an optimizer, of its groups or its weights; None if it has none.
 
     view: reads a tensor of the state.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.mamba.config import Mamba2Config

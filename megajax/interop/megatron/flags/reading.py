@@ -12,7 +12,7 @@ type Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedFlag:
     """The flag is one setting, or `by` computes settings from it and other flags."""
 
     settings: tuple[str, ...]
@@ -42,11 +42,11 @@ class Noted:
     text: str
 
 
-type Fate = Mapped | Unnecessary | Noted | Refused
+type Fate = MappedFlag | Unnecessary | Noted | Refused
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class MegatronFlag:
     """One flag: name without dashes, kind of its value (bool: no value, list: any number of words), default, fate."""
 
     name: str
@@ -63,7 +63,7 @@ KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (bool, int, float, 
 ANSWERS: Mapping[str, Callable[[str], Fate]] = {"refused": Refused, "unnecessary": Unnecessary, "note": Noted}
 
 
-def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Settings]]") -> Iterator[Flag]:
+def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Settings]]") -> Iterator[MegatronFlag]:
     """The rows of a text like megatron_flags.txt, which explains the format. functions: for its rows, by name."""
     for line in text[text.index("\n# ") :].replace("\n  ", " ").splitlines():
         names, arrow, answer = line.partition(" => ")
@@ -72,30 +72,32 @@ def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Setting
             if (kind := ANSWERS.get(start)) is not None:
                 fate: Fate = kind(rest)
             elif colon:
-                fate = Mapped(tuple(rest.split()), functions[start])
+                fate = MappedFlag(tuple(rest.split()), functions[start])
             else:
                 setting, *pairs = answer.split()
-                fate = Mapped((setting,), values=dict(pair.split("=") for pair in pairs))
+                fate = MappedFlag((setting,), values=dict(pair.split("=") for pair in pairs))
             yield from (_row(token, fate) for token in names.split())
 
 
-def _row(token: str, fate: Fate) -> Flag:
+def _row(token: str, fate: Fate) -> MegatronFlag:
     typed, equals, value = token.partition("=")
     names, _, kind_name = typed.partition(":")
     name, *also = names.split("|")
     kind = KINDS[kind_name or "list"]
     # A switch for a single setting leaves the setting unchanged if it is not given.
-    default = False if kind is bool and not (isinstance(fate, Mapped) and fate.by is None and not fate.values) else None
+    default = (
+        False if kind is bool and not (isinstance(fate, MappedFlag) and fate.by is None and not fate.values) else None
+    )
     if equals:
         default = value.split() if kind is list else kind(value)
-    return Flag(name, kind, fate, default, tuple(also))
+    return MegatronFlag(name, kind, fate, default, tuple(also))
 
 
 @dataclass
 class Arguments:
     """The values of a command line's flags, or their defaults, and notes on them."""
 
-    table: Mapping[str, Flag]
+    table: Mapping[str, MegatronFlag]
     devices: int | None = None
     """Number of devices; None: unknown."""
     flags: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Arguments:
         """The settings of flags that are one setting each."""
         settings = {}
         for name, row in self.table.items():
-            if isinstance(row.fate, Mapped) and row.fate.by is None and (value := self[name]) is not None:
+            if isinstance(row.fate, MappedFlag) and row.fate.by is None and (value := self[name]) is not None:
                 values = row.fate.values
                 if values and row.kind is bool:
                     value = values.get(str(value).lower())
@@ -189,7 +191,7 @@ class Arguments:
             else:
                 values.append(word)
 
-    def _set_flag(self, name: str, values: Sequence[str], rows: Mapping[str, Flag]) -> None:
+    def _set_flag(self, name: str, values: Sequence[str], rows: Mapping[str, MegatronFlag]) -> None:
         plain = _plain(name)
         if (row := rows.get(plain)) is None:
             # Megatron-LM adds a --no-NAME without a value for each switch of its config classes.
@@ -222,7 +224,7 @@ def needed(args: Arguments, name: str, instead: str = "") -> int:
     return args[name]
 
 
-def _value(row: Flag, texts: Sequence[str]) -> Any:
+def _value(row: MegatronFlag, texts: Sequence[str]) -> Any:
     """The value of a flag. Raises ValueError for words that are not valid values of it."""
     if row.kind is list:
         return list(texts)
@@ -243,7 +245,7 @@ def value_text(value: Any) -> str:
     return "" if value is True else str(value)
 
 
-def spellings(table: Iterable[Flag]) -> dict[str, Flag]:
+def spellings(table: Iterable[MegatronFlag]) -> dict[str, MegatronFlag]:
     """Every spelling, in lower case with dashes for underscores -> the flag."""
     return {_plain(name): row for row in table for name in (row.name, *row.also)}
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import LocalConfig
+from megajax.config.compose import problems_of
 from megajax.interop.megatron.flags.layout import model_devices
 from megajax.interop.megatron.flags.model import positions
 from megajax.interop.megatron.flags.reading import Arguments, Settings, needed
@@ -201,8 +202,7 @@ def ramp(args: Arguments) -> RampConfig | None:
         return StepRampConfig(sizes=" ".join(args["step-batch-size-schedule"]))
     if not args["rampup-batch-size"]:
         return None
-    numbers = args.numbers("rampup-batch-size")
-    if len(numbers) != 3:
+    if len(numbers := args.numbers("rampup-batch-size")) != 3:
         args.problem("rampup-batch-size", "expected three numbers: start, increment, samples")
         return None
     return LinearRampConfig(start=numbers[0], increment=numbers[1], samples=numbers[2])
@@ -227,10 +227,9 @@ def batch(args: Arguments) -> Settings:
 def _steps(args: Arguments, size: int, batch_ramp: RampConfig | None) -> int:
     if args["train-iters"] is not None:
         return args["train-iters"]
-    samples = args["train-samples"]
-    if samples is None:
+    if (samples := args["train-samples"]) is None:
         return needed(args, "train-iters", "train-samples")
-    if batch_ramp is None or batch_ramp.problems() or batch_ramp.size_problems(size):
+    if batch_ramp is None or problems_of(batch_ramp) or batch_ramp.size_problems(size):
         return samples // max(size, 1)
     # Steps of the ramp, then steps of the whole batch, as Megatron-LM counts them.
     consumed = steps = 0

@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config.compose import assemble
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import Problem
-from megajax.config.overrides import patch_of
+from megajax.config.settings_tree import patch_of
 from megajax.interop.megatron.flags.data import data
 from megajax.interop.megatron.flags.encoders import (
     bert_embedding,
@@ -27,7 +27,15 @@ from megajax.interop.megatron.flags.encoders import (
 from megajax.interop.megatron.flags.hybrid import decoder_stack
 from megajax.interop.megatron.flags.layout import parallel, recompute
 from megajax.interop.megatron.flags.model import embedding, stack, vocabulary, width_scaling
-from megajax.interop.megatron.flags.reading import Arguments, Flag, Mapped, Noted, Refused, Unnecessary, read_table
+from megajax.interop.megatron.flags.reading import (
+    Arguments,
+    MappedFlag,
+    MegatronFlag,
+    Noted,
+    Refused,
+    Unnecessary,
+    read_table,
+)
 from megajax.interop.megatron.flags.run import (
     batch,
     checkpoint,
@@ -62,9 +70,9 @@ TABLE = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8
 FUNCTIONS = {function.__name__: function for function in (*SHARED, *DECODERS, stack, *ENCODERS, *IMAGES)}
 EVERY, *PARTS = re.split(r"(?=^# pretrain_\w+\.py$)", TABLE, flags=re.MULTILINE)
 ROWS = tuple(read_table(EVERY, FUNCTIONS))
-FLAGS: Mapping[str, Flag] = {row.name: row for row in ROWS}
+FLAGS: Mapping[str, MegatronFlag] = {row.name: row for row in ROWS}
 """Name -> row."""
-FLAGS_OF: Mapping[str, Mapping[str, Flag]] = {
+FLAGS_OF: Mapping[str, Mapping[str, MegatronFlag]] = {
     part.partition("\n")[0].removeprefix("# "): {row.name: row for row in read_table(f"\n{part}", FUNCTIONS)}
     for part in PARTS
 }
@@ -104,7 +112,7 @@ class Converted:
 
 
 def convert(
-    argv: Sequence[str], *, script: str = "", devices: int | None = None, table: Mapping[str, Flag] = FLAGS
+    argv: Sequence[str], *, script: str = "", devices: int | None = None, table: Mapping[str, MegatronFlag] = FLAGS
 ) -> Converted:
     """A command line without the program's name -> the config of a run, and the result for each flag.
 
@@ -163,7 +171,7 @@ def _with_flags(problem: Problem, args: Arguments) -> Problem:
     makers = [
         args.flag_text(name)
         for name in args.flags
-        if isinstance(fate := args.table[name].fate, Mapped)
+        if isinstance(fate := args.table[name].fate, MappedFlag)
         and any(_about(problem, setting) for setting in fate.settings)
     ]
     return replace(problem, setting=f"{problem.setting} ({', '.join(makers)})" if makers else problem.setting)
@@ -214,9 +222,9 @@ def _converted(args: Arguments, config: RunConfig | None, problems: list[Problem
                 unnecessary.append((text, "Megatron-LM's default"))
             case Refused(reason):
                 refused[f"--{name}"] = (text, reason)
-            case Mapped(by=by) if by is not None and name not in args.used:
+            case MappedFlag(by=by) if by is not None and name not in args.used:
                 idle.append(text)
-            case Mapped(settings) if not is_refused:
+            case MappedFlag(settings) if not is_refused:
                 if values.get(settings[0]) is not None:
                     decided.add(settings[0])
                 mapped.append((text, _settings_text(settings, values)))

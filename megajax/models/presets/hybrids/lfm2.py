@@ -68,4 +68,5 @@ def lfm2(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 65536
         stack=stack_of(blocks),
         norm=norm,
         tied=True,
+        family="lfm2_moe" if row.experts else "lfm2",
     )

@@ -52,7 +52,7 @@ def minimax(
     rope = RopeConfig(base=1e7)
     softmax = AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim, rope=rope)
     blocks = (*(block,) * (3 if size == "debug" else 7), replace(block, mixer=softmax))
-    return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(row, *blocks, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="minimax")
 
 
 def minimax_m2(size: str, *, sequence_length: int = 8192, vocabulary_size: int = 200064) -> DecoderConfig:
@@ -71,7 +71,7 @@ def minimax_m2(size: str, *, sequence_length: int = 8192, vocabulary_size: int =
         mlp=MoEConfig(experts=row.experts, top_k=row.top_k, expert=GatedMLPConfig(ffn=row.ffn), router=router),
         norm=norm,
     )
-    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, family="minimax_m2")
 
 
 KIMI_LINEAR = {
@@ -117,4 +117,5 @@ def kimi_linear(size: str, *, sequence_length: int = 4096, vocabulary_size: int 
         sequence_length=sequence_length,
         stack=stack_of(blocks),
         norm=norm,
+        family="kimi_linear",
     )

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface.families.llama import EXPERTS, longrope
 from megajax.interop.huggingface.family import Settings, layers_of
 from megajax.interop.huggingface.rotary import rope_settings
@@ -16,10 +15,13 @@ from megajax.interop.huggingface.tables import (
     FeedForwardOf,
     Positions,
     one_group,
+    plain_experts,
     sizes,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.norm.config import LayerNormConfig
+from megajax.models.decoder.config import DecoderConfig
 
 DBRX = sizes(32000, 2048, None, 24, 16, None, None, 2048, rms_norm_eps=1e-5, attn_config={}, ffn_config={})
 IN_DBRX = "transformer.blocks.{layer}.ffn.experts.mlp"
@@ -48,13 +50,13 @@ def _dbrx(settings: Settings) -> None:
 
 
 def _read_dbrx(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
-    moe: Any = PLAIN.read(settings, mlp)(0)
+    moe = plain_experts(settings, mlp)
     normalised = settings.take("norm_topk_prob", True)
     moe = replace(moe, router=replace(moe.router, normalise="chosen" if normalised else "all"))
     return lambda _: moe
 
 
-def _write_dbrx(cfg: Any) -> dict[str, Any]:
+def _write_dbrx(cfg: DecoderConfig) -> dict[str, Any]:
     block = layers_of(cfg)[0]
     experts = {
         "ffn_act_fn": {"name": block.mlp.expert.activation},
@@ -67,12 +69,12 @@ def _write_dbrx(cfg: Any) -> dict[str, Any]:
     return {"attn_config": attention | {"rope_theta": block.mixer.rope.base}, "ffn_config": experts}
 
 
-def _matrices(cfg: Any) -> dict[str, Any]:
+def _matrices(cfg: DecoderConfig) -> dict[str, Any]:
     """Matrices of all experts lie below one another."""
     return {"sizes": {"e": layers_of(cfg)[0].mlp.experts}}
 
 
-def _dbrx_rows(rows: list[Row], cfg: Any) -> list[Row]:
+def _dbrx_rows(rows: list[Row], cfg: DecoderConfig) -> list[Row]:
     path, up = "stack.*.mlp", "(e f) d -> e d f"
     return [
         *rows,
@@ -99,12 +101,12 @@ def _magnitudes(settings: Settings) -> None:
 
 
 def _read_phi(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
-    moe: Any = PLAIN.read(settings, mlp)(0)
+    moe = plain_experts(settings, mlp)
     moe = replace(moe, router=replace(moe.router, sparse_mixer=settings.need("router_jitter_noise", float)))
     return lambda _: moe
 
 
-def _write_phi(cfg: Any) -> dict[str, Any]:
+def _write_phi(cfg: DecoderConfig) -> dict[str, Any]:
     block = layers_of(cfg)[0]
     scaling = rope_settings(block.mixer.rope)["rope_scaling"]
     if scaling and (factor := scaling.pop("attention_factor", None)) is not None:

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.tables import SINKS, Decoder, Experts, FeedForwardOf, Positions, Windows, sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
+from megajax.models.decoder.config import DecoderConfig
 
 DEFAULTS = sizes(201088, 2880, 2880, 36, 64, 8, 64, 131072, rms_norm_eps=1e-5, attention_bias=True, sliding_window=128)
 DEFAULTS |= {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
@@ -19,8 +20,8 @@ YARN |= {"original_max_position_embeddings": 4096}
 class YarnPositions(Positions):
     """Rotary positions that are YaRN's unless config.json says otherwise."""
 
-    def write(self, cfg: Any) -> dict[str, Any]:
-        settings = Positions.write(self, cfg)
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
+        settings = super().write(cfg)
         return settings if settings["rope_scaling"] else {**settings, "rope_parameters": {"rope_type": "default"}}
 
 
@@ -37,7 +38,7 @@ def _read(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
     return lambda _: moe
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     moe = decoders.feed_forwards(cfg).moe
     return {"hidden_act": "silu", "num_local_experts": moe.experts, "swiglu_limit": moe.expert.clamp}
 

@@ -7,7 +7,6 @@ dots.llm1, Solar Open, K-EXAONE and GLM-4.5 have DeepSeek-V3's experts. ERNIE 4.
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import balanced_experts, decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER
 from megajax.interop.huggingface.families.llama import EXPERTS
@@ -28,21 +27,25 @@ from megajax.interop.huggingface.tables import (
     SlidingPositions,
     Windows,
     all_but_every,
+    plain_experts,
     sizes,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig, SharedExpertConfig
 from megajax.layers.norm.config import RMSNormConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 
-ERNIE = sizes(103424, 2560, 12288, 28, 20, 4, None, 131072, rms_norm_eps=1e-5, tie_word_embeddings=True, moe_k=6)
+ERNIE = sizes(
+    103424, 2560, 12288, 28, 20, 4, None, 131072, rms_norm_eps=1e-5, tie_word_embeddings=True, num_experts_per_tok=6
+)
 ERNIE |= {"moe_intermediate_size": 1536, "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_interval": 1}
 ERNIE |= {"moe_layer_start_index": 1, "moe_layer_end_index": -1}
 ERNIE_BIAS = Row(f"{LAYER}.mlp.moe_statics.e_score_correction_bias", "stack.*.mlp.load.sum", index=(slice(0, 1),))
 
 
 def _read_minimax(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
-    moe: Any = PLAIN.read(settings, mlp)(0)
+    moe = plain_experts(settings, mlp)
     if moe.top_k == 1:
         balanced_experts.refuse_single(settings)
     moe = replace(moe, router=replace(moe.router, score="sigmoid", balance_rate=0.001))
@@ -55,7 +58,7 @@ def _read_ernie(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
     expert = replace(mlp, ffn=settings.count("moe_intermediate_size"))
     moe = MoEConfig(
         experts=settings.count("moe_num_experts"),
-        top_k=settings.count("moe_k"),
+        top_k=settings.count("num_experts_per_tok"),
         expert=expert,
         router=replace(decoders.router(settings), balance_rate=0.001),
         shared=SharedExpertConfig(mlp=replace(expert, ffn=shared * expert.ffn)) if shared else None,
@@ -65,15 +68,14 @@ def _read_ernie(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
     return lambda layer: moe if first <= layer <= last and (layer + 1) % every == 0 else mlp
 
 
-def _write_ernie(cfg: Any) -> dict[str, Any]:
+def _write_ernie(cfg: DecoderConfig) -> dict[str, Any]:
     """Layers with experts must be every second, third or so between the first and the last."""
     moe, dense, ffn = decoders.feed_forwards(cfg)
-    sparse = sorted({*range(cfg.stack.layers())} - {*dense})
+    sparse = sorted({*range(cfg.stack.layers())} - {*dense}) or [cfg.stack.layers()]
     return {
         "intermediate_size": ffn,
         "moe_intermediate_size": moe.expert.ffn,
         "moe_num_experts": moe.experts,
-        "moe_k": moe.top_k,
         "moe_num_shared_experts": 0 if moe.shared is None else moe.shared.mlp.ffn // moe.expert.ffn,
         "moe_layer_start_index": sparse[0],
         "moe_layer_end_index": sparse[-1],
@@ -94,7 +96,7 @@ def _read_hunyuan(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
             if len({*values}) > 1:
                 settings.refuse(name, values, "only one number for all layers is supported")
             settings.remaining[name] = values[0]
-    moe: Any = PLAIN.read(settings, mlp)(0)
+    moe = plain_experts(settings, mlp)
     moe = replace(moe, shared=SharedExpertConfig(mlp=mlp))
     return lambda _: moe
 
@@ -111,21 +113,17 @@ def _mup(settings: Settings) -> dict[str, Any]:
 
 
 def _read_mellum(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
-    """mlp_layer_types: in any order."""
-    layers, normalised = settings.peek("num_hidden_layers"), settings.take("norm_topk_prob", True)
-    moe: Any = PLAIN.read(settings, replace(mlp, ffn=settings.count("moe_intermediate_size")))(0)
+    normalised = settings.take("norm_topk_prob", True)
+    moe = plain_experts(settings, replace(mlp, ffn=settings.count("moe_intermediate_size")))
     moe = replace(moe, router=replace(moe.router, normalise="chosen" if normalised else "all"))
-    kinds = settings.take("mlp_layer_types", kind=list) or [balanced_experts.SPARSE] * layers
-    return lambda layer: mlp if kinds[layer] == balanced_experts.DENSE else moe
+    dense = balanced_experts.dense_layers(settings, by_kinds=True)
+    return lambda layer: mlp if layer in dense else moe
 
 
-def _write_mellum(cfg: Any) -> dict[str, Any]:
-    moe, dense, ffn = decoders.feed_forwards(cfg)
-    kinds = [
-        balanced_experts.DENSE if layer in dense else balanced_experts.SPARSE for layer in range(cfg.stack.layers())
-    ]
+def _write_mellum(cfg: DecoderConfig) -> dict[str, Any]:
+    moe, _, ffn = decoders.feed_forwards(cfg)
     widths = {"intermediate_size": ffn, "moe_intermediate_size": moe.expert.ffn}
-    return {**WEIGHTED.write(cfg), **widths, "mlp_layer_types": kinds}
+    return {**WEIGHTED.write(cfg), **widths, **balanced_experts.layer_kinds(cfg)}
 
 
 GATE = Row(f"{LAYER}.self_attn.gate_proj.weight", "stack.*.mixer.gate", "(n h) d -> d n h")
@@ -243,8 +241,8 @@ FAMILIES = [
             parts={"ignored": ("mtp.*",), "extra": ("mtp.*",)},
         ),
         Decoder(
-            "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", ERNIE, unused=("moe_norm_min",),
-            positions=Positions(base=500000.0, interleaved=True),
+            "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", ERNIE, {"moe_k": "num_experts_per_tok"},
+            unused=("moe_norm_min",), positions=Positions(base=500000.0, interleaved=True),
             experts=Experts(_read_ernie, _write_ernie, [ERNIE_BIAS]),
         ),
     )

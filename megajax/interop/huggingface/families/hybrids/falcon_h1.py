@@ -9,13 +9,13 @@ from typing import Any
 
 from megajax.interop.huggingface.decoders import LAYER, MIXER
 from megajax.interop.huggingface.families.hybrids.granite_hybrid import FINAL_NAMES, MAMBA, state_space
-from megajax.interop.huggingface.families.hybrids.mamba import MAMBA2_ROWS, of_hybrids
+from megajax.interop.huggingface.families.hybrids.mamba import MAMBA2_ROWS, of_hybrids, write_step_limit
 from megajax.interop.huggingface.family import Settings, layers_of, to_settings
 from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, sizes
 from megajax.layers.mamba.config import Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.norm.config import SumWeightsConfig
-from megajax.models.decoder.config import WidthScalingConfig
+from megajax.models.decoder.config import DecoderConfig, WidthScalingConfig
 
 MULTIPLIERS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 OPTIONAL_NORM = {"normalised": ("mamba_rms_norm", False), "norm_before_gate": ("mamba_norm_before_gate", True)}
@@ -54,7 +54,7 @@ def _model(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _written(cfg: Any) -> dict[str, Any]:
+def _written(cfg: DecoderConfig) -> dict[str, Any]:
     block = layers_of(cfg)[0]
     mixer, beside, weights = block.mixer, block.beside, block.sum_weights or SumWeightsConfig()
     if not isinstance(beside, Mamba2Config):
@@ -62,7 +62,7 @@ def _written(cfg: Any) -> dict[str, Any]:
     return {
         **to_settings(beside, {**MAMBA, **OPTIONAL_NORM}),
         "mamba_d_ssm": beside.inner,
-        "time_step_limit": list(beside.dt_limit),
+        **write_step_limit(beside),
         "key_multiplier": 1.0 if mixer.scale is None else round(mixer.scale * mixer.head_dim**0.5, DIGITS),
         "attention_in_multiplier": 1.0,
         "attention_out_multiplier": weights.mixer_output,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import LAYER, MIXER
 from megajax.interop.huggingface.families import granite
@@ -15,6 +14,7 @@ from megajax.interop.huggingface.families.hybrids import mamba
 from megajax.interop.huggingface.family import Names, Settings, layers_of, to_settings
 from megajax.interop.huggingface.rotary import FULL, LINEAR
 from megajax.interop.huggingface.tables import Decoder, Experts, FeedForwardOf, Positions, RopeOf, sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.mamba.config import Mamba2Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
@@ -54,7 +54,7 @@ def state_space(settings: Settings) -> Mamba2Config:
     return mixer
 
 
-def write_state_space(cfg: Any) -> dict[str, Any]:
+def write_state_space(cfg: DecoderConfig) -> dict[str, Any]:
     """The settings of the Mamba-2 layers. Raises ValueError if there are none."""
     mixer = next((block.mixer for block in layers_of(cfg) if isinstance(block.mixer, Mamba2Config)), None)
     if mixer is None:
@@ -63,7 +63,7 @@ def write_state_space(cfg: Any) -> dict[str, Any]:
     return {
         **to_settings(mixer, MAMBA),
         "mamba_expand": int(expand) if expand == int(expand) else expand,
-        "time_step_limit": list(mixer.dt_limit),
+        **mamba.write_step_limit(mixer),
     }
 
 
@@ -79,12 +79,12 @@ class OptionalPositions(Positions):
 
     def read(self, settings: Settings) -> RopeOf:
         rotated = settings.take("position_embedding_type", kind=str) == "rope"
-        rotation = Positions.read(self, settings)
+        rotation = super().read(settings)
         return rotation if rotated else lambda layer, slides: None
 
-    def write(self, cfg: Any) -> dict[str, Any]:
+    def write(self, cfg: DecoderConfig) -> dict[str, Any]:
         rotated = decoders.attention_mixers(cfg)[0].rope is not None
-        return {**Positions.write(self, cfg), "position_embedding_type": "rope"} if rotated else {}
+        return {**super().write(cfg), "position_embedding_type": "rope"} if rotated else {}
 
 
 def _read(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
@@ -95,14 +95,14 @@ def _read(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
     return lambda _: layer
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     mlp = layers_of(cfg)[0].mlp
     if isinstance(mlp, MoEConfig):
         return granite.write_experts(cfg)
     return {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": mlp.ffn}
 
 
-def _written(cfg: Any) -> dict[str, Any]:
+def _written(cfg: DecoderConfig) -> dict[str, Any]:
     kinds = [LINEAR if isinstance(block.mixer, Mamba2Config) else FULL for block in layers_of(cfg)]
     return {**granite.written(cfg), **write_state_space(cfg), "layer_types": kinds}
 
@@ -135,7 +135,7 @@ def _bamba_prepare(settings: Settings) -> None:
         settings.take(name, kind=object)
 
 
-def _bamba_written(cfg: Any) -> dict[str, Any]:
+def _bamba_written(cfg: DecoderConfig) -> dict[str, Any]:
     listed = [layer for layer, block in enumerate(layers_of(cfg)) if not isinstance(block.mixer, Mamba2Config)]
     return {**write_state_space(cfg), "attn_layer_indices": listed}
 

@@ -14,6 +14,7 @@ from megajax.layers.mamba.config import Mamba1Config
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import MoEConfig
 from megajax.layers.norm.config import RMSNormConfig
+from megajax.models.decoder.config import DecoderConfig
 
 MAMBA: Names = {
     "state": ("mamba_d_state", 16),
@@ -54,14 +55,14 @@ def _read(settings: Settings, mlp: GatedMLPConfig) -> FeedForwardOf:
     return lambda layer: moe if layer % every == first and count > 1 else mlp
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     mlps = [block.mlp for block in layers_of(cfg)]
     sparse = [layer for layer, mlp in enumerate(mlps) if isinstance(mlp, MoEConfig)]
     count = mlps[sparse[0]].experts if sparse else 1
     return {"num_experts": count, **_write_period("expert", sparse, len(mlps))}
 
 
-def _written(cfg: Any) -> dict[str, Any]:
+def _written(cfg: DecoderConfig) -> dict[str, Any]:
     mixers = [block.mixer for block in layers_of(cfg)]
     space = next((mixer for mixer in mixers if isinstance(mixer, Mamba1Config)), None)
     if space is None:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import balanced_experts, decoders
 from megajax.interop.huggingface.decoders import LAYER, NORMS, outer_rows
 from megajax.interop.huggingface.families.deepseek import LATENT, latent_attention, latent_rows, write_latent
 from megajax.interop.huggingface.family import Names, Settings, layers_of, to_settings
 from megajax.interop.huggingface.rotary import FULL, LINEAR
 from megajax.interop.huggingface.tables import renamed, sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.delta.config import KimiDeltaConfig
 from megajax.models.decoder.config import DecoderConfig
@@ -58,7 +58,7 @@ def _read(settings: Settings) -> DecoderConfig:
     settings.only("moe_router_activation_func", "sigmoid")
     settings.only("attention_bias", False)
     settings.only("hidden_act", "silu", "swish")  # which convolutions have too
-    kinds, dense = _kinds(settings), balanced_experts.dense_layers(settings, 1)
+    kinds, dense = _kinds(settings), balanced_experts.dense_layers(settings, 1, by_kinds=True)
     mlp, epsilon = decoders.gated_mlp(settings), settings.peek("rms_norm_eps")
     moe = balanced_experts.balanced(settings, balanced_experts.experts(settings, mlp))
     sizes = settings.fields(DELTA)
@@ -67,19 +67,19 @@ def _read(settings: Settings) -> DecoderConfig:
     return decoders.decoder(
         settings,
         [delta if kind == LINEAR else attention for kind in kinds],
-        lambda layer: mlp if layer < dense else moe,
+        lambda layer: mlp if layer in dense else moe,
         prediction=balanced_experts.prediction(settings),
     )
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     mixers, moe = [block.mixer for block in layers_of(cfg)], decoders.feed_forwards(cfg).moe
     delta = next((mixer for mixer in mixers if isinstance(mixer, KimiDeltaConfig)), None)
     latent = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)), None)
     if delta is None or latent is None:
         raise ValueError("the layers are not both gated delta nets that decay by channel and latent attention")
-    settings: dict[str, Any] = {**decoders.model_settings(cfg, moe.expert), **balanced_experts.write_balanced(cfg)}
-    settings["mlp_layer_types"] = balanced_experts.layer_types(settings.pop("first_k_dense_replace"), len(mixers))
+    experts = balanced_experts.write_balanced(cfg, by_kinds=True)
+    settings: dict[str, Any] = {**decoders.model_settings(cfg, moe.expert), **experts}
     theirs = {name: published for published, name in PUBLISHED.items()}
     return {
         **{theirs.get(name, name): value for name, value in settings.items()},

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import balanced_experts, decoders
 from megajax.interop.huggingface.decoders import LAYER, gated
-from megajax.interop.huggingface.family import Settings, attention, layers_of, linear, norm, tokens
+from megajax.interop.huggingface.family import Settings, attention, final_norm, layers_of, linear, norm, tokens
 from megajax.interop.huggingface.rotary import FULL
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.linear.config import ShortConvConfig
 from megajax.layers.mlp.config import GatedMLPConfig
 from megajax.layers.moe.config import FeedForwardConfig, MoEConfig, RouterConfig
@@ -102,12 +102,12 @@ def _decoder(settings: Settings, mlp: Callable[[int], FeedForwardConfig]) -> Dec
     return decoders.decoder(settings, [convolution if kind == CONV else mixer for kind in kinds], mlp, norm=norm)
 
 
-def _settings(cfg: Any, ffn: int, moe: MoEConfig | None = None) -> dict[str, Any]:
+def _settings(cfg: DecoderConfig, ffn: int, moe: MoEConfig | None = None) -> dict[str, Any]:
     """The settings of both. ffn: width of layers without experts."""
     mixers = [block.mixer for block in layers_of(cfg)]
     convolution = next((mixer for mixer in mixers if isinstance(mixer, ShortConvConfig)), None)
     convolution = convolution or ShortConvConfig(channels=cfg.hidden)
-    settings = {**decoders.write(cfg, moe=moe), "intermediate_size": ffn, "norm_eps": cfg.norm.epsilon}
+    settings = {**decoders.write(cfg, moe=moe), "intermediate_size": ffn, "norm_eps": final_norm(cfg).epsilon}
     return {
         **{name: value for name, value in settings.items() if name not in ("attention_bias", "rms_norm_eps")},
         "conv_L_cache": convolution.conv_kernel,
@@ -116,11 +116,11 @@ def _settings(cfg: Any, ffn: int, moe: MoEConfig | None = None) -> dict[str, Any
     }
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     return {**_settings(cfg, layers_of(cfg)[0].mlp.ffn), "block_auto_adjust_ff_dim": False}
 
 
-def _write_moe(cfg: Any) -> dict[str, Any]:
+def _write_moe(cfg: DecoderConfig) -> dict[str, Any]:
     moe, dense, ffn = decoders.feed_forwards(cfg)
     return {
         **_settings(cfg, ffn, moe),

@@ -9,8 +9,8 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
-from megajax.interop.huggingface.family import Family, Names, Settings, norm, to_settings, tokens
+from megajax.interop.huggingface.family import Family, Names, Settings, final_norm, layers_of, norm, to_settings, tokens
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.block.config import BlockConfig, MixerConfig
 from megajax.layers.mamba.config import Mamba1Config, Mamba2Config
 from megajax.layers.moe.config import MoEConfig
@@ -46,13 +46,19 @@ KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letter of hybrid_override_pattern -> type of a layer."""
 LETTERS = {**{kind: letter for letter, kind in KINDS.items()}, "mamba": "M", "attention": "*"}
 """The reverse, including older names of types."""
+NO_LIMIT = (0.0, inf)
+"""Default of time_step_limit."""
 
 
 def step_limit(settings: Settings) -> tuple[float, float]:
-    """time_step_limit, in which infinity may be written as {"__float__": "Infinity"}."""
-    limits = settings.take("time_step_limit", (0.0, inf))
-    low, high = (float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits)
+    """time_step_limit."""
+    low, high = map(float, settings.take("time_step_limit", NO_LIMIT))
     return low, high
+
+
+def write_step_limit(mixer: Mamba2Config) -> dict[str, Any]:
+    """The reverse: nothing if steps have no limit, as JSON has no infinity."""
+    return {} if mixer.dt_limit == NO_LIMIT else {"time_step_limit": list(mixer.dt_limit)}
 
 
 def pattern(settings: Settings) -> str:
@@ -72,14 +78,14 @@ def letter(block: Any) -> str:
     return "M" if isinstance(block.mixer, Mamba2Config) else "*"
 
 
-def model_settings(cfg: Any) -> dict[str, Any]:
+def model_settings(cfg: DecoderConfig) -> dict[str, Any]:
     """The settings of config.json that all these families share."""
     return {
         "hidden_size": cfg.hidden,
         "num_hidden_layers": cfg.stack.layers(),
         "vocab_size": cfg.vocabulary_size,
         "max_position_embeddings": cfg.sequence_length,
-        "layer_norm_epsilon": cfg.norm.epsilon,
+        "layer_norm_epsilon": final_norm(cfg).epsilon,
         "residual_in_fp32": cfg.residual == "float32",
     }
 
@@ -145,8 +151,8 @@ def _read_falcon(settings: Settings) -> DecoderConfig:
     return _read_mamba(settings, norm)
 
 
-def _write_falcon(cfg: Any) -> dict[str, Any]:
-    return {**_write_mamba(cfg), "mixer_rms_eps": cfg.stack.pattern[0].mixer.inner_norm.epsilon}
+def _write_falcon(cfg: DecoderConfig) -> dict[str, Any]:
+    return {**_write_mamba(cfg), "mixer_rms_eps": layers_of(cfg)[0].mixer.inner_norm.epsilon}
 
 
 def _read_mamba(settings: Settings, norm: L2NormConfig | None = None) -> DecoderConfig:
@@ -184,8 +190,8 @@ def _decoder(settings: Settings, mixer: MixerConfig, epsilon: float) -> DecoderC
     )
 
 
-def _write(cfg: Any) -> dict[str, Any]:
-    expand = cfg.stack.pattern[0].mixer.inner / cfg.hidden
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
+    expand = layers_of(cfg)[0].mixer.inner / cfg.hidden
     return {
         **model_settings(cfg),
         "hidden_act": "silu",
@@ -194,15 +200,15 @@ def _write(cfg: Any) -> dict[str, Any]:
     }
 
 
-def _write_mamba(cfg: Any) -> dict[str, Any]:
-    mixer = cfg.stack.pattern[0].mixer
+def _write_mamba(cfg: DecoderConfig) -> dict[str, Any]:
+    mixer = layers_of(cfg)[0].mixer
     sizes = {"intermediate_size": mixer.inner, "time_step_rank": mixer.rank}
     return {**_write(cfg), **sizes, **to_settings(mixer, MAMBA)}
 
 
-def _write_mamba2(cfg: Any) -> dict[str, Any]:
-    mixer = cfg.stack.pattern[0].mixer
-    return {**_write(cfg), **to_settings(mixer, MAMBA2), "time_step_limit": list(mixer.dt_limit)}
+def _write_mamba2(cfg: DecoderConfig) -> dict[str, Any]:
+    mixer = layers_of(cfg)[0].mixer
+    return {**_write(cfg), **to_settings(mixer, MAMBA2), **write_step_limit(mixer)}
 
 
 MIXER, PATH = f"{LAYER}.mixer", "stack.*.mixer"

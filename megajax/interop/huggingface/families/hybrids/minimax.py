@@ -6,12 +6,12 @@ A sub-layer's output is added to its normalised input, each with a fixed factor.
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import decoders
 from megajax.interop.huggingface.decoders import ATTENTION, LAYER, experts, outer_rows
 from megajax.interop.huggingface.family import Settings, activation_name, layers_of
 from megajax.interop.huggingface.rotary import FULL, LINEAR
 from megajax.interop.huggingface.tables import sizes
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.linear.config import PROJECTIONS, LightningAttentionConfig
@@ -67,7 +67,7 @@ def _read(settings: Settings) -> DecoderConfig:
     )
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     blocks, moe = layers_of(cfg), decoders.feed_forwards(cfg).moe
     settings = decoders.write(cfg, "sliding_window", moe=moe)
     linear = [block for block in blocks if isinstance(block.mixer, LightningAttentionConfig)]

@@ -9,7 +9,6 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from megajax.checkpoint.weights.name_mapping import Row
 from megajax.interop.huggingface import balanced_experts
 from megajax.interop.huggingface.families.hybrids.mamba import (
     KINDS,
@@ -34,6 +33,7 @@ from megajax.interop.huggingface.family import (
     norm,
     to_settings,
 )
+from megajax.interop.weights.name_mapping import Row
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mamba.config import Mamba2Config
@@ -79,7 +79,7 @@ def _read(settings: Settings) -> DecoderConfig:
     # transformers keeps steps above time_step_min, whatever time_step_limit says.
     mamba = replace(mamba, dt_limit=(0.0 if mamba.dt_min <= LEAST_STEP else mamba.dt_min, inf))
     attention = AttentionConfig(**settings.fields(ATTENTION))
-    activation: Any = settings.activation("mlp_hidden_act", "relu2")
+    activation = settings.activation("mlp_hidden_act", "relu2")
     mlp = DenseMLPConfig(**settings.fields(MLP), activation=activation)
     norm, letters = RMSNormConfig(epsilon=mamba.norm_epsilon), pattern(settings)
     blocks: dict[str, BlockConfig] = {
@@ -115,7 +115,7 @@ def _experts(settings: Settings, mlp: DenseMLPConfig) -> MoEConfig:
     return balanced_experts.balanced(settings, moe)
 
 
-def _write(cfg: Any) -> dict[str, Any]:
+def _write(cfg: DecoderConfig) -> dict[str, Any]:
     blocks = layers_of(cfg)
     letters = "".join(map(letter, blocks))
     kinds = dict(zip(letters, blocks, strict=True))

@@ -1,1 +1,0 @@
-"""Checkpoints on the disks of the machines, between those in the shared folder."""

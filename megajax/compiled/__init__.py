@@ -1,1 +1,0 @@
-"""Compiled programs: their text, and what their instructions cost on a GPU."""

@@ -1,1 +1,0 @@
-"""Text, tables, charts, heat maps and pages for people."""

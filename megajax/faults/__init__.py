@@ -1,1 +1,0 @@
-"""What a process does about faults: signals, beats, watchdog, drills."""

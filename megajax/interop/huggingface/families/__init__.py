@@ -1,1 +1,0 @@
-"""A file for each family of models."""

@@ -1,1 +1,0 @@
-"""Families with experts in all layers, or in all but the first ones."""

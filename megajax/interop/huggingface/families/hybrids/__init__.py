@@ -1,1 +1,0 @@
-"""Families whose layers are of several kinds."""

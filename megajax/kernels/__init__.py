@@ -1,1 +1,0 @@
-"""Pure array functions: a reference implementation and fast ones with the same signature."""

@@ -1,1 +1,0 @@
-"""What stands outside the processes of a run: starts, first failures, restarts."""

@@ -1,1 +1,0 @@
-"""NNX modules that say the layout of each weight beside it."""

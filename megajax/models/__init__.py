@@ -1,1 +1,0 @@
-"""Models, their formulas, and families of models as presets."""

@@ -1,1 +1,0 @@
-"""Model families: functions that return the model config of a size."""

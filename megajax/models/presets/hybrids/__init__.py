@@ -1,1 +1,0 @@
-"""Models whose layers are of several kinds."""

@@ -1,1 +1,0 @@
-"""Update rules and the schedules that drive them."""

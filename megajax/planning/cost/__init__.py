@@ -1,1 +1,0 @@
-"""Formulas for the time, memory and traffic of a train step."""

@@ -1,1 +1,0 @@
-"""The checks of `megajax.doctor`: whether a machine is fit for training."""

@@ -1,1 +1,0 @@
-"""How files are written whole, named and read again after transient errors."""

@@ -1,1 +1,0 @@
-"""Text to token ids and back: `config.py` has the settings, `base.py` the interface."""

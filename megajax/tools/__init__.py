@@ -1,1 +1,0 @@
-"""What helps around training: reading Megatron-LM command lines."""

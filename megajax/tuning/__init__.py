@@ -1,1 +1,0 @@
-"""Training on what the model itself answers: rollouts, rewards, and the rows made of them."""
