@@ -28,6 +28,7 @@ import jax
 import pytest
 from gangs import start_processes
 from jax.experimental.compilation_cache import compilation_cache
+from shards import COUNT, ShardReport, is_sharded, shard, shard_of
 
 from megajax.planning.compiled.devices import missing_packages
 
@@ -43,12 +44,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts of tests/golden anew")
+    parser.addoption("--shard", type=shard, help=f"of slow tests, those of one shard: a number of 1 to {COUNT}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Files in the order of their names: by number of tests, those of one long test come last, one worker idle."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    config.pluginmanager.register(ShardReport())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -62,8 +65,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with the mark `aot` are skipped where its packages are missing."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of other shards leave; tests with the mark `aot` are skipped where its packages are missing."""
+    if number := config.getoption("shard"):
+        others = [item for item in items if is_sharded(item.keywords) and shard_of(item.nodeid) != number]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     compiled = [item for item in items if item.get_closest_marker("aot")]
     if compiled and (missing := missing_packages()):
         skip = pytest.mark.skip(reason=f"compiles for virtual GPUs, and {' and '.join(missing)} is missing: extra aot")

@@ -1,0 +1,51 @@
+"""Ten shards hold every slow test once, .ci/run names one of them, and a run says what each took."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from shards import COUNT, ShardReport, is_sharded, shard, shard_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_shards_are_about_equal() -> None:
+    sizes = [0] * COUNT
+    for number in range(1000):
+        sizes[shard_of(f"tests/data/test_{number % 7}.py::test_it[{number}]") - 1] += 1
+    assert sum(sizes) == 1000 and 60 < min(sizes) and max(sizes) < 140
+
+
+def test_tests_of_no_default_run_are_sharded() -> None:
+    assert is_sharded({"slow": 1, "test_it": 1}) and is_sharded({"aot": 1}) and not is_sharded({"smoke": 1})
+
+
+def test_the_number_kept_is_one_of_a_shard_and_the_script_reads_it() -> None:
+    number, script = (ROOT / ".ci/shard").read_text(encoding="utf-8"), (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert 1 <= shard(number.strip()) <= COUNT and '--shard="$(cat .ci/shard)"' in script
+    assert f"shard $(cat .ci/shard) of {COUNT}" in script
+    for text in ("0", str(COUNT + 1), "first", ""):
+        with pytest.raises(pytest.UsageError, match=re.escape(repr(text))):
+            shard(text)
+
+
+def test_the_end_of_a_run_says_what_each_shard_took() -> None:
+    report, lines = ShardReport(), list[str]()
+    first, second = "tests/a.py::test_a", "tests/b.py::test_b"
+    for nodeid, when, outcome, marks in (
+        (first, "setup", "passed", {"slow"}),
+        (first, "call", "passed", {"slow"}),
+        (second, "setup", "failed", {"aot"}),
+        ("tests/c.py::test_c", "call", "passed", {"smoke"}),
+    ):
+        report.pytest_runtest_logreport(
+            SimpleNamespace(nodeid=nodeid, when=when, outcome=outcome, keywords=marks, duration=2.0)
+        )
+    report.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
+    assert sorted(lines) == sorted(
+        [
+            f"slow tests, shard {shard_of(first)} of 10: 1 passed; 4 s of one worker",
+            f"slow tests, shard {shard_of(second)} of 10: 1 failed; 2 s of one worker",
+        ]
+    )
