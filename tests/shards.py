@@ -10,7 +10,7 @@ COUNT = 10
 
 
 def shard_of(test: str) -> int:
-    """1 to COUNT, by a hash of the test's id (`tests/data/test_x.py::test_y[case]`).
+    """1 to COUNT, by a hash of the test's id (FILE::FUNCTION[CASE]).
 
     So a test keeps its shard when others come and go, and the shards take about equally long.
     """

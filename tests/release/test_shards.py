@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def test_shards_are_about_equal() -> None:
     sizes = [0] * COUNT
     for number in range(1000):
-        sizes[shard_of(f"tests/data/test_{number % 7}.py::test_it[{number}]") - 1] += 1
+        sizes[shard_of(f"{number % 7}.py::test_it[{number}]") - 1] += 1
     assert sum(sizes) == 1000 and min(sizes) > 60 and max(sizes) < 140
 
 
@@ -32,12 +32,12 @@ def test_the_number_kept_is_one_of_a_shard_and_the_script_reads_it() -> None:
 
 def test_the_end_of_a_run_says_what_each_shard_took() -> None:
     report, lines = ShardReport(), list[str]()
-    first, second = "tests/a.py::test_a", "tests/b.py::test_b"
+    first, second = "a.py::test_a", "b.py::test_c"
     for nodeid, when, outcome, marks in (
         (first, "setup", "passed", {"slow"}),
         (first, "call", "passed", {"slow"}),
         (second, "setup", "failed", {"aot"}),
-        ("tests/c.py::test_c", "call", "passed", {"smoke"}),
+        ("c.py::test_c", "call", "passed", {"smoke"}),
     ):
         report.pytest_runtest_logreport(
             SimpleNamespace(nodeid=nodeid, when=when, outcome=outcome, keywords=marks, duration=2.0)
