@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,20 +86,30 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """JAX's persistent cache in a folder of this session, which its workers share: a program is compiled once."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Caches and temporary files are in folders of this session, and in those of the processes that tests start.
+
+    Its workers share the caches: a program is compiled once. In the folder of temporary files nothing may be left.
+    """
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     compilation_cache.reset_cache()
+    temporary = own / "temporary"
+    temporary.mkdir()
+    os.environ |= {"XDG_CACHE_HOME": str(shared / "cache"), "TMPDIR": str(temporary)}
+    tempfile.tempdir = None  # Read the variable again.
+    yield
+    left = [path.name for path in temporary.iterdir()]
+    assert not left, f"tests have left temporary files: {left}"
 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """As it was, whatever a test made of it: a command line with --devices=cpu:8 is for later programs as well.
+    """It is restored, whatever a test made of it: a command line with --devices=cpu:8 is for later programs as well.
 
-    But for where Mosaic's libraries are, which jax writes down once, when it is first imported.
+    Where Mosaic's libraries are stays: jax writes it down once, when it is first imported.
     """
     before = dict(os.environ)
     yield

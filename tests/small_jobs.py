@@ -21,6 +21,8 @@ from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
 VOCABULARY = 64
+DOCUMENTS = 300
+"""A third of them, some 200,000 tokens, is enough for the longest of these runs: the index of its rows is small."""
 
 
 def model(**changes: Any) -> DecoderConfig:
@@ -35,7 +37,7 @@ def run_config(folder: Path | str = "unused", **changes: Any) -> RunConfig:
     """Six steps on one device, a checkpoint every third, evaluation at the end."""
     settings = {
         "model": model(),
-        "data": MockConfig(),
+        "data": MockConfig(documents=DOCUMENTS),
         "tokenizer": NullTokenizerConfig(vocabulary_size=VOCABULARY),
         "parallel": ParallelConfig(data=1),
         "precision": PrecisionConfig(compute="float32"),

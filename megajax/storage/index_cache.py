@@ -23,16 +23,19 @@ import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.storage.cache_limit import delete_oldest, hold, limit_bytes
 from megajax.storage.retried_reads import with_retries
 from megajax.storage.write_errors import write_fault
 
 MAGIC = b"MEGAJAX ARRAYS 2\n"
+SUFFIX = ".arrays"
 ALIGNMENT = 64
 TAIL = struct.Struct("<32sQ")
 """SHA-256 and first byte of the table of contents; the last bytes of a file."""
@@ -73,6 +76,14 @@ def index_folder(cache_dir: str | None) -> Path:
     return Path(cache_dir) if cache_dir else user_cache() / "indices"
 
 
+def _is_limited(path: Path) -> bool:
+    """Whether a file is in the user's cache folder, and not in one that a setting names."""
+    try:
+        return path.is_relative_to(user_cache())
+    except RuntimeError:  # nobody knows this user's home
+        return False
+
+
 def content_key(description: Mapping[str, object]) -> str:
     """SHA-256 of a description as canonical JSON."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
@@ -84,14 +95,16 @@ def load_or_build(
     """The arrays that `build` computes, from the cache if it has a file for this description. Read-only.
 
     A file that is incomplete, or has another description, is replaced. If the folder is not writable, the arrays are
-    kept in memory, with a warning.
+    kept in memory, with a warning. After a new file, old ones beyond the limit of the user's cache are deleted
+    (`storage.cache_limit`).
 
     Args:
         folder: folder of cache files; created if missing.
         description: all inputs of the arrays, as JSON values.
         build: computes the arrays. Large ones are filled where its argument has allocated them, in the file.
     """
-    path = folder / f"{content_key({'format': MAGIC.decode(), 'arrays': description})[:40]}.arrays"
+    path = folder / f"{content_key({'format': MAGIC.decode(), 'arrays': description})[:40]}{SUFFIX}"
+    limit = limit_bytes() if _is_limited(path) else inf
     if (cached := _read(path, description)) is not None:
         return cached
     try:
@@ -106,6 +119,8 @@ def load_or_build(
                 with suppress(FileNotFoundError):  # another host has built it, and deleted this one
                     temporary.replace(path)
                 if (cached := _read(path, description)) is not None:
+                    if limit < inf:
+                        delete_oldest(folder, f"*{SUFFIX}", limit)
                     return cached
                 raise OSError(errno.EIO, f"{path.name} is not what was written")
     except _CannotStore as error:
@@ -319,6 +334,10 @@ def _map(path: Path) -> mmap.mmap | None:
     """A file, memory-mapped; None if there is none, or an empty one."""
     try:
         with path.open("rb") as file:
+            if _is_limited(path):
+                hold(file)
+                if not _is_open_as(path, file.fileno()):
+                    return None  # deleted by another process meanwhile
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None

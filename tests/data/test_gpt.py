@@ -148,6 +148,8 @@ def test_mock_documents() -> None:
     tokens = MockTokens(vocabulary_size=1000, eod=999)
     lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
     assert (tokens.lengths == lengths).all()
+    fewer = MockTokens(vocabulary_size=1000, eod=999, documents=300)
+    assert (fewer.lengths == lengths[:300]).all() and fewer.identity(Path()) != tokens.identity(Path())
     number = int(np.argmax(lengths > 1500))
     expected = [*(np.arange(1, lengths[number]) % 1000).tolist(), 999]
     assert tokens.sequence(number).tolist() == expected
@@ -161,6 +163,8 @@ def test_mock_splits_are_thirds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     splits = config.build(tokenizer=tokenizer(), schema=text_schema(32, 2**31), rows=Rows(10, 10, 0), seed=1)
     assert splits.test is None
     assert splits.train.index.documents.max() == 33332 and splits.valid.index.documents.min() == 33333
+    few = MockConfig(documents=30).build(tokenizer=tokenizer(), schema=text_schema(32, 2**31), rows=Rows(10), seed=1)
+    assert sorted(few.train.index.documents) == [*range(10)]
     row = splits.train[5]
     starts = np.flatnonzero(row["positions"] == 0)
     assert row["segment_ids"][starts].tolist() == list(range(len(starts)))

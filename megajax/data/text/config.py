@@ -49,13 +49,16 @@ class BlendConfig(TokenFilesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MockConfig(Builds):
-    """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: 100,000 of random length, a third per split.
+    """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: of random length, a third per split.
 
     Example: `mj.MockConfig(isolate_documents=True)`
     """
 
     target: ClassVar[str] = "megajax.data.text.gpt:build_mock_splits"
 
+    documents: Annotated[int, Bounds(at_least=3)] | None = None
+    """How many documents there are, of 2048 tokens on average; none: 100,000, as in Megatron-LM. Fewer have a smaller
+    index, and rows in another order."""
     isolate_documents: bool = False
     """Mask attention between documents of one row and restart positions at each."""
     seed: int | None = None

@@ -294,16 +294,16 @@ def build_splits(config: BlendConfig, *, tokenizer: DocumentTokenizer, schema: S
 
 
 class MockTokens:
-    """Synthetic documents without disk access, for tests and to measure speed: 100,000 of 1 to 4095 tokens.
+    """Synthetic documents without disk access, for tests and to measure speed: each of 1 to 4095 tokens.
 
     One of length L reads 1, 2, …, L-1 (modulo the vocabulary), end. The lengths come from NumPy's
     `default_rng(0)`, as in Megatron-LM's mock dataset.
     """
 
-    def __init__(self, *, vocabulary_size: int, eod: int):
+    def __init__(self, *, vocabulary_size: int, eod: int, documents: int = MOCK_DOCUMENTS):
         self.prefix = Path("mock")
         self.dtype = np.dtype(np.int32)
-        self.lengths = np.random.default_rng(0).integers(1, MAX_MOCK_LENGTH, size=MOCK_DOCUMENTS, dtype=np.int32)
+        self.lengths = np.random.default_rng(0).integers(1, MAX_MOCK_LENGTH, size=documents, dtype=np.int32)
         self._eod = eod
         self._vocabulary_size = vocabulary_size
         self._counting = (np.arange(1, MAX_MOCK_LENGTH + 1) % vocabulary_size).astype(np.int32)
@@ -330,7 +330,9 @@ class MockTokens:
     def identity(self, folder: Path) -> str:
         """Hash of the parameters of the tokens."""
         del folder
-        return hashlib.sha256(f"mock {self._vocabulary_size} {self._eod}".encode()).hexdigest()
+        count = len(self.lengths)
+        number = "" if count == MOCK_DOCUMENTS else f" {count}"
+        return hashlib.sha256(f"mock {self._vocabulary_size} {self._eod}{number}".encode()).hexdigest()
 
 
 def build_mock_splits(
@@ -339,5 +341,6 @@ def build_mock_splits(
     """Synthetic rows for the splits that a run requests; each split has a third of the documents."""
     blend = BlendConfig(seed=config.seed, isolate_documents=config.isolate_documents)
     builder = DatasetBuilder(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
-    tokens = MockTokens(vocabulary_size=tokenizer.vocabulary_size, eod=tokenizer.eod)
+    documents = config.documents or MOCK_DOCUMENTS
+    tokens = MockTokens(vocabulary_size=tokenizer.vocabulary_size, eod=tokenizer.eod, documents=documents)
     return builder.splits([tokens], None, parse_split(MOCK_SPLIT), rows)
