@@ -19,9 +19,9 @@ PATIENCE = 300.0
 
 TRAIN = (sys.executable, "-m", "megajax.train")
 TINY = (f"--config={CONFIG}", "--batch.micro_size=2", "--parallel.data=2", "--devices=cpu:1")
-"""Six steps on two devices; see small_jobs."""
+"""Settings of a run of six steps on two devices; see small_jobs."""
 LONG = ("--steps=200000", "--checkpoint.every=none", "--evaluation.at_end=false", "--model.dropout=0")
-"""To be interrupted."""
+"""Settings of a run that is to be interrupted."""
 
 
 class Started:

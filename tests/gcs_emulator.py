@@ -16,7 +16,7 @@ download, insert, delete = objects.download, objects.insert, objects.delete
 
 
 def generation(storage, bucket: str, name: str) -> str:
-    """Of an object; "0": there is none."""
+    """The generation of an object; "0": there is none."""
     try:
         return str(storage.get_file_obj(bucket, name)["generation"])
     except Exception:  # the emulator has one class for each cause

@@ -16,7 +16,7 @@ MEMORY = 72 * 2**30
 
 
 class CudaVersions:
-    """As jax's module `cuda_versions`."""
+    """A stand-in for jax's module `cuda_versions`."""
 
     @staticmethod
     def cudnn_get_version() -> int:
@@ -24,7 +24,7 @@ class CudaVersions:
 
 
 def memory_stats(device: object) -> dict[str, int]:
-    """As a GPU counts it; a CPU device counts nothing."""
+    """What a GPU counts; a CPU device counts nothing."""
     del device
     return {"bytes_in_use": 2**20, "peak_bytes_in_use": 2**21, "bytes_limit": MEMORY}
 

@@ -140,7 +140,7 @@ class FaultyProxy:
                 headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
                 request = urllib.request.Request(url + self.path, body or None, headers, method=self.command)
                 try:
-                    reply = urllib.request.urlopen(request, timeout=60)
+                    reply = urllib.request.urlopen(request, timeout=100)
                 except urllib.error.HTTPError as error:
                     reply = error
                 content = reply.read()

@@ -8,7 +8,7 @@ import jax
 
 from megajax.processes.peers import Peers
 
-PATIENCE = 20.0
+PATIENCE = 100.0
 
 
 class Service:
@@ -54,7 +54,7 @@ class Service:
 
 
 class ThreadPeers(Peers):
-    """Of one thread."""
+    """What one thread sees of the others."""
 
     def __init__(self, service: Service, index: int, token: str = "test"):
         self.count, self.index, self.process, self.token = service.count, index, index, token

@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def test_each_list_fits_into_a_call_and_three_into_a_lease() -> None:
-    """By the output of LIST=1."""
+    """The times are those that LIST=1 prints."""
     environment = dict(os.environ) | {"LIST": "1", "PYTHON": sys.executable}
     ended = subprocess.run(["benchmarks/gpu_check.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -123,7 +123,7 @@ def test_steps_share_a_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
 def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """With and without a GPU by the driver's output, and with stand-ins for the steps."""
+    """The driver's output says whether there is a GPU; the steps have stand-ins."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho '{gpu}'\n")
     smi.chmod(0o755)
@@ -217,7 +217,7 @@ def arrays(jaxpr: Any) -> Iterator[int]:
 
 
 def test_attention_references_need_little_memory() -> None:
-    """At the sizes of a GPU, traced only."""
+    """The sizes are those of a GPU, so it is traced only."""
     cases = attention_cases.attention(True, predict.HOPPER)
     assert {case.name.split(",")[1] for case in cases} == {" cudnn", " pallas", " cudnn_mask", " reference"}
     for case in cases:
@@ -226,7 +226,7 @@ def test_attention_references_need_little_memory() -> None:
 
 
 def test_reported_faults_are_computed_by_refused_kernels() -> None:
-    """On a GPU by the backends, on a CPU by the reference."""
+    """The backends compute them on a GPU, the reference on a CPU."""
     hopper, cpu = attention_cases.faults(True, predict.HOPPER), attention_cases.faults(False, predict.CPU)
     reports = {case.report: case.name for case in hopper if case.report}
     names = ("MASK", "HALF_TILE", "ONE_QUERY", "FEW_HEADS")

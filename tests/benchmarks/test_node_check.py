@@ -69,7 +69,7 @@ def test_gpus_get_one_process_each_and_one_device_is_one_gpu(tmp_path):
     assert "--devices=cpu:2" in Node(tmp_path, gpus=0).command(LAYOUTS[0], "run", 4)
     show = [sys.executable, "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"]
     with node.started(show, "one", one_device=True) as process:
-        assert process.wait(60) == 0
+        assert process.wait(100) == 0
     assert (tmp_path / "one.log").read_text() == "0\n"
 
 

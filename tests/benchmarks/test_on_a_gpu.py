@@ -111,7 +111,7 @@ def buffers(state: Any) -> list[int]:
 
 @pytest.mark.slow
 def test_the_first_step_reuses_the_buffers_of_a_state_from_host_memory() -> None:
-    """As after a restore: arrays made from host memory are not always reused, without a warning (jax#18617)."""
+    """After a restore, arrays made from host memory are not always reused, without a warning (jax#18617)."""
     bench = trained(None, "precision.compute=float32").bench
     with jax.set_mesh(bench.program.mesh):
         values = jax.tree.map(np.array, bench.state)

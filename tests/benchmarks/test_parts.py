@@ -125,7 +125,7 @@ def test_the_compiler_reproduces_a_stored_figure(key: str) -> None:
 
 @pytest.mark.parametrize("row", shipped.ROWS, ids=lambda row: row.key)
 def test_a_shipped_layout_is_no_slower_than_the_published_one(row: shipped.Published) -> None:
-    """By the same formulas; and at most as much slower than the fastest as a simpler layout may be."""
+    """The same formulas say so, and it is at most as much slower than the fastest as a simpler layout may be."""
     settings = json.loads(shipped.FIGURES.read_text(encoding="utf-8"))[row.key]
     own, fastest = shipped.case_of(row), shipped.case_of(row, *settings)
     published = shipped.published(row)

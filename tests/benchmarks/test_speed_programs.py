@@ -176,7 +176,7 @@ def test_the_commit_of_a_copy_without_history_is_that_of_the_variable(monkeypatc
 
 @pytest.mark.slow
 def test_a_program_from_the_compile_cache_is_reported(tmp_path: Path) -> None:
-    """In separate processes, because jax chooses its cache at the first compilation."""
+    """They run in separate processes, because jax chooses its cache at the first compilation."""
     code = """
 import sys
 from types import SimpleNamespace

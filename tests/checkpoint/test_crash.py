@@ -32,8 +32,8 @@ def test_three_kills(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "failing", "retention"])
-def test_fifteen_kills(tmp_path, mode):
-    results = run_trials(tmp_path / "checkpoints", 15, mode, 3)
+@pytest.mark.parametrize("mode", ["synchronous", "failing", "retention"])
+def test_eight_kills(tmp_path, mode):
+    results = run_trials(tmp_path / "checkpoints", 8, mode, 3)
     half_deleted = [names for result in results if (names := result["in_the_middle"]) and names[0].endswith("deleting")]
-    assert len(half_deleted) >= (5 if mode == "retention" else 0)
+    assert len(half_deleted) >= (2 if mode == "retention" else 0)

@@ -243,7 +243,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
 
 
 def test_clear_deletes_all_sets_of_the_run(tmp_path):
-    """And those of a process of an earlier start with more of them."""
+    """It deletes those of a process of an earlier start with more of them too."""
     with opened(tmp_path) as local:
         (local.store.path / "process_3").mkdir()
         local.begin(0, small(0))

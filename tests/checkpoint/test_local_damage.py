@@ -24,7 +24,7 @@ from megajax.checkpoint.reader import DamagedStep
 from megajax.checkpoint.zarr_reader import StoredArrays
 
 ROWS = slice(0, 4), slice(4, 8)
-"""Of each process."""
+"""The rows that each process has."""
 
 
 SHARDING = jax.sharding.NamedSharding(
@@ -53,10 +53,10 @@ def write(folder: Path, step: int, process: int, *, replica: bool) -> LocalSet:
 
 
 class Outcome(NamedTuple):
-    """Of a process."""
+    """What came of the start of a process."""
 
     steps: list[int | None]
-    """That it chose; the last one was restored."""
+    """Steps that it chose; the last one was restored."""
     value: np.ndarray | None
     reasons: list[str]
     """Why it skipped steps."""

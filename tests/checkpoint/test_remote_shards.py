@@ -64,7 +64,7 @@ def test_a_set_is_read_from_another_process(server, a_set):
 def test_without_the_secret_nothing_is_sent(server):
     with pytest.raises(ConnectionError):
         RemoteSet(server.address, b"t" * 32, "a-1/0")
-    with socket.create_connection(server.address, timeout=10) as stranger:
+    with socket.create_connection(server.address, timeout=100) as stranger:
         assert len(stranger.recv(32)) == 32
         stranger.sendall(b"\0" * 32)
         assert stranger.recv(1) == b""
@@ -89,7 +89,7 @@ def test_an_oversized_request_ends_the_connection(server):
 
 def test_the_oldest_silent_connections_are_closed_for_a_process_of_the_run(server, a_set):
     threads = threading.active_count()
-    silent = [socket.create_connection(server.address, timeout=10) for _ in range(3 * MOST_WAITING)]
+    silent = [socket.create_connection(server.address, timeout=100) for _ in range(3 * MOST_WAITING)]
     try:
         with RemoteSet(server.address, SECRET, "a-1/0") as remote:
             assert remote.arrays.value("n") == 5
@@ -103,7 +103,7 @@ def test_the_oldest_silent_connections_are_closed_for_a_process_of_the_run(serve
 
 
 def test_a_proof_may_arrive_in_parts(server):
-    with socket.create_connection(server.address, timeout=10) as client:
+    with socket.create_connection(server.address, timeout=100) as client:
         proof = hmac.digest(SECRET, client.recv(32), "sha256")
         for byte in proof:
             client.sendall(bytes((byte,)))
@@ -114,7 +114,7 @@ def test_a_proof_may_arrive_in_parts(server):
 
 def test_a_late_proof_ends_the_connection(server, monkeypatch):
     monkeypatch.setattr(remote_shards, "HELLO_SECONDS", 0.0)
-    with socket.create_connection(server.address, timeout=30) as silent:
+    with socket.create_connection(server.address, timeout=100) as silent:
         assert len(silent.recv(32)) == 32 and silent.recv(1) == b""
 
 
@@ -165,7 +165,7 @@ def test_an_answer_of_another_program_ends_the_connection(a_set):
         thread.start()
         with pytest.raises(ConnectionError, match=r"at most .* were expected"):
             RemoteSet(listener.getsockname()[:2], SECRET, "a-1/0")
-        thread.join(30)
+        thread.join(100)
 
 
 def test_damage_at_the_sender_is_found_by_the_receiver(server, a_set):
@@ -208,7 +208,7 @@ def test_the_own_address_is_loopback_for_a_local_coordinator():
 
 @pytest.mark.parametrize("resolved", ["127.0.1.1", "127.0.0.1"])
 def test_a_machine_whose_name_is_loopback_to_itself_is_reached_by_its_name(resolved, monkeypatch):
-    """As Debian writes it into /etc/hosts; other machines resolve the name to an address of the network."""
+    """Debian writes it into /etc/hosts; other machines resolve the name to an address of the network."""
     found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (resolved, 1234))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     bind, host = own_address("node1:1234")

@@ -28,7 +28,7 @@ class Gang:
 
 
 class ThreadPeers:
-    """Of one thread of a gang."""
+    """What one thread of a gang sees."""
 
     def __init__(self, barrier: threading.Barrier, values: dict, index: int):
         self.barrier, self.values, self.index = barrier, values, index

@@ -170,7 +170,7 @@ def test_the_last_save_of_a_program_without_close_is_finished_at_its_end(tmp_pat
 
 
 def unraisable(error, trace):
-    """As the argument of sys.unraisablehook."""
+    """What sys.unraisablehook is called with."""
     return types.SimpleNamespace(exc_type=type(error), exc_value=error, exc_traceback=trace, err_msg=None, object=None)
 
 

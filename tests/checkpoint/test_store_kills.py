@@ -59,15 +59,15 @@ class Attempt:
 
 
 @pytest.mark.parametrize("store", SERVERS)
-@pytest.mark.parametrize("faulty", [False, True])
-def test_kills_in_saves_lose_nothing(store: str, faulty: bool, tmp_path: Path) -> None:
+def test_kills_in_saves_lose_nothing(store: str, tmp_path: Path) -> None:
+    """Every second attempt has a store that fails too."""
     draw, committed, hits = random.Random(7), 0, 0
     with SERVERS[store]() as variables:
         endpoint = ENDPOINT[store]
         proxy = FaultyProxy(variables[endpoint])
         variables |= {endpoint: proxy.url, "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
         try:
-            for victims in ([0], [1], [0, 1], [0], [1], [0, 1]):
+            for victims, faulty in (([0], False), ([1], True), ([0, 1], False), ([0, 1], True)):
                 attempt = Attempt(tmp_path / "checkpoints", f"{store}://bucket/run", variables)
                 attempt.wait_for("start", 0)
                 start = attempt.number("start")
@@ -85,5 +85,4 @@ def test_kills_in_saves_lose_nothing(store: str, faulty: bool, tmp_path: Path) -
             last.kill([0, 1], 0)
         finally:
             proxy.close()
-    print(f"{store} faulty={faulty}: 6 kills, {hits} in a save, {committed} committed, 0 lost, 0 wrong")
-    assert hits >= 3
+    assert hits >= 2

@@ -114,7 +114,7 @@ def test_devices_are_set_before_jax_is_imported():
 def program(code, *argv, **environment):
     path = os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])
     env = {k: v for k, v in os.environ.items() if k not in RANKS} | {"PYTHONPATH": path} | environment
-    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env, timeout=100)
 
 
 def test_devices_after_the_import_of_jax():
@@ -270,7 +270,7 @@ def test_closed_output_ends_a_verb_quietly():
     )
     process.stdout.readline()
     process.stdout.close()
-    assert (process.wait(timeout=60), process.stderr.read()) == (cli.OUTPUT_CLOSED, "")
+    assert (process.wait(timeout=100), process.stderr.read()) == (cli.OUTPUT_CLOSED, "")
     process.stderr.close()
 
 

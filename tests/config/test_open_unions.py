@@ -42,7 +42,7 @@ class OpenRun:
     named: Mapping[str, GuardConfig | ModelProtocol] = field(default_factory=dict)
     """A mapping with open values."""
     closed: AdamWConfig | MuonConfig = field(default_factory=AdamWConfig)
-    """Not open."""
+    """A union that is not open."""
 
 
 OWN = """

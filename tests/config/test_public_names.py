@@ -92,7 +92,7 @@ def test_shipped_configs_have_one_import_of_megajax(file):
 
 @pytest.mark.parametrize("name", ["RolloutsConfig", "Rollouts", "rollouts"])
 def test_types_of_packages_above_a_field_have_short_names(name):
-    """As the classes of its annotation; a public class of another kind is no match."""
+    """The class is one of its annotation; a public class of another kind is no match."""
     words = ("data.paths=prompts.jsonl", "data.rewards=rewards.py:reward")
     cfg = load("grpo.py:debug", f"data.type={name}", *words, devices=1)
     assert type(cfg.data).__name__ == "RolloutsConfig" and cfg.data.rewards == ("rewards.py:reward",)

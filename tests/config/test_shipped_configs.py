@@ -107,7 +107,7 @@ def test_other_errors_are_unchanged():
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_twins_of_pipelines_have_their_axes(name):
-    """Of the config for 80 GB, so that eight devices train every kind of parallelism that the large run uses."""
+    """Its layout is that of the config for 80 GB: eight devices train every kind of parallelism of the large run."""
     file = f"{name.partition('_')[0]}.py"
     layouts = [load(f"{file}:{name}{end}").parallel for end in ("", "_debug")]
     large, twin = ({axis: getattr(layout, axis) > 1 for axis in SHARDING} for layout in layouts)

@@ -35,7 +35,7 @@ def test_a_killed_worker_ends_in_one_message(tmp_path: Path, partitions: int) ->
         try:
             assert wait_until(lambda: len(workers_of(process.pid)) > 1, 60)
             os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-            assert process.wait(60) == 1
+            assert process.wait(100) == 1
         finally:
             process.kill()
         text = process.stderr.read()

@@ -155,7 +155,7 @@ def test_reading_runs_ahead() -> None:
 
     with load(layout((1, 8, 1, 1, 1)), source=Watched(), config=LoaderConfig(threads=1, prefetch=4)) as loader:
         next(loader)
-        assert release.wait(10)
+        assert release.wait(100)
 
 
 def test_sample_numbers_wrap_at_32_bits() -> None:
@@ -323,5 +323,5 @@ def test_a_loader_whose_disk_fails_is_closed_at_once() -> None:
         next(loader)
         assert wait_until(lambda: source.tries > 1)
         started = time.monotonic()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert wait_until(lambda: threading.active_count() <= threads)

@@ -419,7 +419,7 @@ def test_command_line_mistakes(tmp_path, own_signals, arguments, message):
 
 def test_mistakes_exit_with_2_and_one_message(tmp_path):
     arguments = ["--input", "gone.txt", "--output-prefix", f"{tmp_path}/x", "--tokenizer=byte"]
-    result = subprocess.run([*PREPROCESS, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([*PREPROCESS, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == "\n--input gone.txt: no such file, folder or match. Check the path.\n\n"
     assert subprocess.run([*PREPROCESS, "--tokenizer=byte"], cwd=ROOT, capture_output=True).returncode == 2
@@ -451,7 +451,7 @@ def test_an_interrupt_leaves_no_files(tmp_path, number, code, workers):
         assert "documents" in process.stderr.readline()
         os.kill(process.pid, number)
         try:
-            assert process.wait(60) == code
+            assert process.wait(100) == code
         finally:
             process.kill()
         assert "Traceback" not in process.stderr.read()
@@ -485,7 +485,7 @@ def test_an_interrupt_inside_a_lock_of_the_pool_ends_the_job(tmp_path, at):
     program.write_text(f"AT = {at}\n{INTERRUPTED_IN_A_LOCK}")
     call = [sys.executable, program, *busy(tmp_path, "--workers=2")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stderr) == (130, "interrupted; nothing was written\n")
     assert only_output(tmp_path) == []
 
@@ -495,7 +495,7 @@ def test_workers_die_with_their_parent(tmp_path):
     with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert "documents" in process.stderr.readline()
         process.kill()
-        process.wait(30)
+        process.wait(100)
         assert wait_until(lambda: subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).returncode)
     assert not list((tmp_path / "out").glob("x*"))
 

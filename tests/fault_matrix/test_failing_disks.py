@@ -78,7 +78,7 @@ from dataclasses import dataclass, field
 from megajax.config.class_references import Builds
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.text.config import MockConfig
-from small_jobs import run_config
+from small_jobs import DOCUMENTS, run_config
 
 class Failing:
     def __init__(self, rows):
@@ -100,7 +100,7 @@ class FailingConfig(Builds):
         return MockConfig().leaves()
 
     def build(self, **given):
-        splits = MockConfig().build(**given)
+        splits = MockConfig(documents=DOCUMENTS).build(**given)
         return splits._replace(train=Failing(splits.train))
 
 def get():

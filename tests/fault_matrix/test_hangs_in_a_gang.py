@@ -1,4 +1,4 @@
-"""Processes of a gang that hang, freeze or fail: the message and exit code of each. F03, F04, F05."""
+"""Processes of a gang that hang, freeze or fail: the message and exit code of each."""
 
 import signal
 from pathlib import Path
@@ -28,7 +28,7 @@ def by_hand(start, run_dir: Path, *settings: str, beats: Path | None = None) -> 
 
 @pytest.mark.slow
 def test_stacks_of_every_process(start, tmp_path):
-    """On SIGUSR2; training continues, and beats follow."""
+    """SIGUSR2 asks for them; training continues, and beats follow."""
     beats, run_dir = tmp_path / "beats", tmp_path / "run"
     beats.mkdir()
     processes = by_hand(start, run_dir, beats=beats)
@@ -49,7 +49,7 @@ def test_stacks_of_every_process(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_stuck_process_ends_with_124_and_all_leave_stacks(start, tmp_path):
-    """F05."""
+    """Rows never arrive at process 1; process 0 waits for it in the step."""
     run_dir = tmp_path / "run"
     processes = by_hand(start, run_dir, "--resilience.inject=stuck:step=7:process=1")
     codes = [process.wait() for process in processes]
@@ -65,7 +65,7 @@ def test_a_stuck_process_ends_with_124_and_all_leave_stacks(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_frozen_process_is_named(start, tmp_path):
-    """F04: SIGSTOP of process 1 makes process 0 wait, which is not blamed."""
+    """SIGSTOP of process 1 makes process 0 wait, which is not blamed."""
     run_dir = tmp_path / "run"
     processes = by_hand(start, run_dir, "--resilience.inject=frozen:step=7:process=1")
     assert processes[0].wait() == 124, processes[0].text
@@ -78,7 +78,7 @@ def test_a_frozen_process_is_named(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_is_named_by_the_one_that_lost_it(start, tmp_path):
-    """One line, no traceback of the runtime."""
+    """It prints one line, without a traceback of the runtime."""
     run_dir = tmp_path / "run"
     processes = by_hand(start, run_dir, "--resilience.inject=kill:step=7:process=1")
     assert processes[0].wait() == 1, processes[0].text
@@ -91,7 +91,7 @@ def test_a_killed_process_is_named_by_the_one_that_lost_it(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_crash_is_reported_by_the_others(start, tmp_path):
-    """F03: the traceback is that of process 1, and process 0 names it as the cause."""
+    """The traceback is that of process 1, and process 0 names it as the cause."""
     run_dir, beats = tmp_path / "run", tmp_path / "beats"
     beats.mkdir()
     processes = by_hand(start, run_dir, "--resilience.inject=crash:step=7:process=1", beats=beats)

@@ -1,4 +1,4 @@
-"""Faults that no process notices by itself: a NaN that passes (F21), a damaged copy (F24), a slow process (F08)."""
+"""Faults that no process notices by itself: a NaN that passes, a damaged copy, a slow process."""
 
 import sys
 
@@ -11,7 +11,7 @@ QUIET = ("--checkpoint.every=none", "--evaluation.at_end=false", "--model.dropou
 
 @pytest.mark.slow
 def test_a_flipped_bit_ends_the_run_and_is_never_saved(start, tmp_path):
-    """F24: the run ends at the next check, with 17; the save due at that step is not made."""
+    """The run ends at the next check, with 17; the save due at that step is not made."""
     run = tmp_path / "run"
     settings = (*gangs.TINY, f"--run_dir={run}", "--parallel.data_sharding=replicate", "--checkpoint.every=2")
     checks = ("--resilience.replicas.every=3", "--resilience.inject=bitflip:step=5:process=1")
@@ -45,7 +45,7 @@ def test_a_process_that_computes_wrong_numbers_is_found(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_sleeps_is_a_straggler(start, tmp_path):
-    """F08: named within ten steps with its phase."""
+    """It is named within ten steps, with the phase that is slow."""
     run, fault = tmp_path / "run", "--resilience.inject=slow:step=6:process=1"
     settings = (*gangs.TINY, *QUIET, f"--run_dir={run}", "--steps=20", "--logging.every=5", fault)
     gang = start(*gangs.launcher(), *gangs.TRAIN, *settings)
@@ -58,7 +58,7 @@ def test_a_process_that_sleeps_is_a_straggler(start, tmp_path):
 
 @pytest.mark.slow
 def test_all_processes_are_tested_together(start, tmp_path):
-    """By the doctor. A run does the same before it begins: test_processes_that_differ.py."""
+    """The doctor tests them here. A run does the same before it begins: test_processes_that_differ.py."""
     doctor = (sys.executable, "-m", "megajax.doctor", "--before-run", "--devices=cpu:1", "--json")
     gang = start(*gangs.launcher(), *doctor, name="doctor")
     assert gang.wait() == 0, gang.text

@@ -1,4 +1,4 @@
-"""Stop requests while a run waits: for rows, for a compilation, in a save or an evaluation. F06."""
+"""Stop requests while a run waits: for rows, for a compilation, in a save or an evaluation."""
 
 import os
 import random
@@ -35,7 +35,7 @@ class Data(small_jobs.MockConfig):
         return splits._replace(train=Rows(splits.train))
 
 def run_config():
-    return small_jobs.run_config(data=Data())
+    return small_jobs.run_config(data=Data(documents=small_jobs.DOCUMENTS))
 """
 """A config whose rows from 48 on never arrive: a disk that does not answer, in the threads that read ahead."""
 

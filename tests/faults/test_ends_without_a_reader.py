@@ -78,5 +78,5 @@ def test_the_second_signal_ends_it(tmp_path, child):
         assert wait_until((tmp_path / name).exists, 120) and process.poll() is None
         time.sleep(0.5)  # A second signal at once is the same request.
         process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
+    assert process.wait(100) == 143
     assert (tmp_path / "SIGTERM_143").exists()

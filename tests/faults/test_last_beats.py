@@ -129,7 +129,7 @@ def test_sigusr2_writes_the_stacks_and_ends_nothing(tmp_path: Path, capfd: pytes
 
 
 def test_a_failing_command_tells_the_launcher(tmp_path: Path) -> None:
-    """Also before there is a job."""
+    """It does so even before there is a job."""
     command = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", "--steps=many", "--devices=cpu:1"]
     ended = subprocess.run(command, env=os.environ | {BEATS: str(tmp_path)}, capture_output=True, check=False)
     assert ended.returncode == 2

@@ -17,7 +17,9 @@ from megajax.faults.signals import Signals, StopRequest, agree
 
 POLLING = """
 import sys, time
+from megajax.faults import signals as module
 from megajax.faults.signals import Signals
+module._DUPLICATE_SECONDS = float(sys.argv[1])
 with Signals() as signals:
     print("ready", flush=True)
     while signals.request is None:
@@ -48,7 +50,7 @@ with Signals() as signals:
     child = os.fork()
     if child == 0:
         os.write(writing, b"ready")
-        time.sleep(20)
+        time.sleep(600)
         os._exit(0)
     os.read(reading, 5)
     os.kill(child, signal.SIGTERM)
@@ -99,27 +101,25 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_a_request_and_the_exit_code_is_0(start, which):
-    process = start(POLLING)
+    process = start(POLLING, "100")
     wait_for(process, "ready")
     process.send_signal(which)
     wait_for(process, which.name)
     # The same request, passed on by a launcher as well, is not a second one.
     process.send_signal(which)
-    out, err = process.communicate("\n", timeout=60)
+    out, err = process.communicate("\n", timeout=100)
     assert (process.returncode, out) == (0, "saved\n"), err
     assert err.startswith(f"megajax: {which.name} received: stopping after this step")
     assert ("press Ctrl-C again" in err) == (which is signal.SIGINT)
 
 
 def test_sigusr1_before_sigterm_does_not_count_as_a_first_sigterm(start):
-    process = start(POLLING)
+    process = start(POLLING, "0")
     wait_for(process, "ready")
     process.send_signal(signal.SIGUSR1)
     wait_for(process, "SIGUSR1")
-    time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    assert process.communicate("\n", timeout=60)[0] == "saved\n"
+    assert process.communicate("\n", timeout=100)[0] == "saved\n"
     assert process.returncode == 0
 
 
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_a_process_inside_xla(start):
     time.sleep(0.4)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 130
     assert out == "terminal in order\n"
     assert "second SIGINT: exiting at once" in err
@@ -144,14 +144,14 @@ def test_the_first_signal_ends_a_process_without_anything_to_save(start, number,
     process = start(UNPOLLED)
     wait_for(process, "ready")
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (code, "terminal in order\n")
     assert err.endswith(f"megajax: {number.name}: exiting at once, with nothing to save yet\n")
 
 
 def test_a_forked_worker_has_its_own_signals(start):
     process = start(FORKING)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=100)
     assert out == f"child {int(signal.SIGTERM)}\nparent None\n", err
 
 
@@ -168,7 +168,7 @@ def test_previous_handlers_are_restored():
             os.kill(os.getpid(), signal.SIGUSR1)
             assert isinstance(signals.request, StopRequest)
             assert signals.request.signal == "SIGUSR1"
-            assert abs(signals.request.time - time.time()) < 5
+            assert abs(signals.request.time - time.time()) < 60
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -189,7 +189,7 @@ def test_two_processes_stop_at_the_same_step_after_one_signal(start):
     for process in processes:
         wait_for(process, "ready False")
     processes[1].send_signal(signal.SIGTERM)
-    outs = [process.communicate(timeout=60) for process in processes]
+    outs = [process.communicate(timeout=100) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outs
     # The collectives' library writes lines of its own.
     stops = [next(line.split() for line in out.splitlines() if line.startswith("stopped at")) for out, _ in outs]
@@ -218,5 +218,5 @@ def test_ctrl_c_before_the_handlers_are_installed_is_not_lost(tmp_path: Path) ->
     # In __del__ and in callbacks of libraries during their import, KeyboardInterrupt would be ignored.
     (tmp_path / "deaf.py").write_text(DEAF, encoding="utf-8")
     command = [sys.executable, "-m", "megajax.train", f"--config={tmp_path / 'deaf.py'}", "--print-config"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, "", "")

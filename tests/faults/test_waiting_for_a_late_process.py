@@ -1,8 +1,8 @@
 """A hanging process waits for a late one until that one has reached its own limit."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,36 +10,44 @@ from megajax.faults import pulse as hang
 from megajax.faults.activity import Activity
 from megajax.faults.peer_status import Verdict
 from megajax.faults.pulse import Pulse
-from megajax.faults.watchdog import WatchdogConfig
+from megajax.faults.watchdog import Watchdog, WatchdogConfig
 
-LATE = Verdict(1, "process 1 has been saving step 6 for 1 s", patience=0.6)
+LATE = Verdict(1, "process 1 has been saving step 6 for 1 s", patience=6.0)
 SAID = Verdict(1, "process 1 failed: it hangs", reported=True)
 
 
 class Waiting(Pulse):
-    """In step 7 beyond its limit, while process 1 is saving."""
+    """A process that is in step 7 beyond its limit, while process 1 is saving. Its clock moves by what it waits."""
 
-    def __init__(self, run_dir: Path, activity: Activity, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict]):
-        cfg = WatchdogConfig(step=0.1, compile=0.1)
-        super().__init__(run_dir, activity, cfg)
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict]):
+        self.now = 1000.0
+        super().__init__(run_dir, Activity(lambda: self.now))
+        cfg = WatchdogConfig(step=1.0, compile=1.0)
+        self.watchdog = Watchdog(cfg, self.activity, clock=lambda: self.now, compiles=lambda _: False)
         self.held: list[float] = []
         self.ended: list[tuple[float, Verdict]] = []
+        monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
         monkeypatch.setattr(self.peers, "verdict", lambda **_: verdicts.pop(0))
         monkeypatch.setattr(self._backstop, "reset", self.held.append)
+        monkeypatch.setattr(self._stopped, "wait", self.passes)
         monkeypatch.setattr(self, "_end", lambda hang, verdict: self.ended.append((hang.seconds, verdict)))
+
+    def passes(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
 
 
 @pytest.fixture
 def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Waiting]:
-    monkeypatch.setattr(hang, "TICK_SECONDS", 0.05)
-    return lambda *verdicts: Waiting(tmp_path, Activity(), monkeypatch, list(verdicts))
+    return lambda *verdicts: Waiting(tmp_path, monkeypatch, list(verdicts))
 
 
 def hangs(pulse: Waiting) -> None:
     with pulse.activity.phase("step", 7):
-        time.sleep(0.2)
-        hang = pulse.watchdog and pulse.watchdog.check(1.0)
-        assert pulse.watchdog is not None and hang is not None
+        pulse.passes(2.0)
+        assert pulse.watchdog is not None
+        hang = pulse.watchdog.check(1.0)
+        assert hang is not None
         pulse._handle_hang(pulse.watchdog, hang)
 
 
@@ -56,7 +64,7 @@ def test_the_final_message_is_current(waiting: Callable[..., Waiting]) -> None:
     pulse = waiting(LATE, SAID)
     hangs(pulse)
     ((seconds, verdict),) = pulse.ended
-    assert seconds > 0.7 and verdict == SAID
+    assert seconds == 8.0 and verdict == SAID
 
 
 def test_nobody_waits_for_a_process_that_has_reached_its_limit(waiting: Callable[..., Waiting]) -> None:
@@ -64,4 +72,4 @@ def test_nobody_waits_for_a_process_that_has_reached_its_limit(waiting: Callable
     pulse = waiting(stuck)
     hangs(pulse)
     ((seconds, verdict),) = pulse.ended
-    assert seconds < 0.7 and verdict == stuck
+    assert seconds == 2.0 and verdict == stuck

@@ -381,7 +381,7 @@ def test_guides_that_wait_are_limited_in_number_and_equal_ones_count_once() -> N
     assert refusal.value.reason == "queue_full"
     for future in futures:
         with pytest.raises(UserError, match="guide_bytes"):
-            future.result(60)
+            future.result(100)
     assert matches({"const": 1}, "1", guides)
 
 
@@ -391,7 +391,7 @@ def test_guides_that_nobody_waits_for_any_more_are_not_compiled() -> None:
     assert all(future.cancel() for future in futures[2:8])
     assert len(guides._pending) == 3
     with pytest.raises(UserError, match="guide_bytes"):
-        futures[8].result(60)
+        futures[8].result(100)
     for future in futures[2:7]:
         assert future.cancelled()
 

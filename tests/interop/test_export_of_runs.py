@@ -120,7 +120,7 @@ def one_step(cfg: RunConfig, folder: Path, **changes: Any) -> Path:
     """Trains for a step on rows of 16 tokens, into a folder."""
     settings: dict[str, Any] = {
         "model": replace(cfg.model, sequence_length=16),
-        "data": MockConfig(),
+        "data": MockConfig(documents=300),
         "schedule": ScheduleConfig(lr=1e-2),
         "parallel": ParallelConfig(data=1),
         "batch": BatchConfig(global_size=2, micro_size=2),

@@ -69,7 +69,7 @@ class Gang:
         return url
 
     def codes(self) -> list[int]:
-        return [process.wait(60) for process in self.processes]
+        return [process.wait(100) for process in self.processes]
 
 
 def ask(url: str, route: str, **body: Any) -> Any:
@@ -229,7 +229,7 @@ def test_a_failure_ends_all_processes(folder: Path, start: Callable[..., Started
     first = start(*module, *model, name="first", **every, **{INDEX: "0"})
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     other = start(*module, *model, name="other", PYTHONPATH=paths, **every, **{INDEX: "1"})
-    assert other.wait(60) == 1 and first.wait(60) == 1
+    assert other.wait(100) == 1 and first.wait(100) == 1
     assert wait_until(lambda: "failed: OSError: the disk is gone; this process ends as well" in first.text), first.text
 
 

@@ -95,7 +95,7 @@ def test_GPUs_without_memory_statistics_are_skipped(monkeypatch):
 
 
 def test_a_runtime_without_program_statistics_is_no_error():
-    """Only the memory of the first step is missing then."""
+    """The line is complete but for the memory of the first step."""
 
     class Program:
         def hlo_modules(self) -> list[object]:

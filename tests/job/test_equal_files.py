@@ -75,7 +75,7 @@ def test_a_file_that_one_process_lacks(folders):
 
 
 def test_a_process_reads_little(folders, monkeypatch):
-    """For any file size and number of processes."""
+    """It is little for any file size and number of processes."""
     (folders[0] / "large").write_bytes(b"x" * (1 << 24))
     reads: list[int] = []
     pread = checksum.os.pread

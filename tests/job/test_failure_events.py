@@ -110,7 +110,7 @@ def test_the_signal_that_stops_a_run(tmp_path: Path, start: Callable[..., Starte
     ["", "metrics.jsonl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("config.yaml", "checkpoints"))],
 )
 def test_a_run_whose_files_are_deleted_fails_and_creates_none(tmp_path: Path, monkeypatch, capsys, name) -> None:
-    """Also without a save that would notice it."""
+    """It fails even if no save is due that would notice it."""
     run, records = tmp_path / "run", []
 
     def record(*arguments, **keywords):

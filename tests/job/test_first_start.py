@@ -14,7 +14,7 @@ import jax
 import pytest
 from gpu_stand_in import KIND, MEMORY, stand_in
 from run_folder import lines, steps
-from small_jobs import model, run_config
+from small_jobs import DOCUMENTS, model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.text.config import MockConfig
@@ -32,7 +32,7 @@ from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
 GIVEN = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
-"""As on the command line; the same programs in slower machine code."""
+"""Flags that have XLA compile the same programs to slower machine code."""
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:
@@ -41,7 +41,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
         "model": model(heads=2, kv_heads=2, hidden=32, repeats=1, dropout=0.0, recompute="full"),
         "parallel": ParallelConfig(data=2, tensor=2, data_sharding="fsdp"),
         "batch": BatchConfig(global_size=4, micro_size=2),
-        "data": MockConfig(isolate_documents=True),
+        "data": MockConfig(documents=DOCUMENTS, isolate_documents=True),
         "precision": PrecisionConfig(),
         "optimizer": AdamWConfig(offload=0.5),
         "evaluation": EvaluationConfig(every=2, batches=1),

@@ -31,9 +31,9 @@ def test_an_interrupted_start_leaves_the_terminal_usable(tmp_path: Path) -> None
         reader = threading.Thread(target=read)
         reader.start()
         try:
-            started.wait(60)
+            started.wait(100)
             process.send_signal(signal.SIGINT)
-            code = process.wait(60)
+            code = process.wait(100)
         finally:
             process.kill()
             reader.join()

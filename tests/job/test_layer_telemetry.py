@@ -28,7 +28,7 @@ ROUTER = RouterConfig(force_balance=True, aux_loss=0.01, capacity=CAPACITY)
 """Tokens go to experts 0 1, 2 3, 4 5, 0 1 and so on."""
 
 TOKENS = [44, 44, 42, 42, 42, 42]
-"""In a step, two microbatches of 64 tokens with 2 of 6 experts each: 128 = 21 x 6 + 2."""
+"""A step has two microbatches of 64 tokens with 2 of 6 experts each: 128 = 21 x 6 + 2."""
 
 DROPPED = 4 / 256
 """Experts have room for 21, which is 0.98 x 128

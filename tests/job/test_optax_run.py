@@ -1,4 +1,4 @@
-"""Runs whose optimizer is an optax transformation: any layout, resumed, and resumed on another pipeline."""
+"""Runs whose optimizer is an optax transformation: the same on any layout. Stops: test_stops_and_resumes.py."""
 
 from dataclasses import replace
 from functools import cache
@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_jobs import losses, model, run_config
 from tiny_runs import ONE, QUICK, build_program, in_order, llama, place, rows, start, within
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.faults.config import ResilienceConfig
-from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.optim.config import OptaxConfig, ScheduleConfig
+from megajax.optim.config import OptaxConfig
 from megajax.training.program import Program
 from tests.docs.blocks import ROOT, blocks
 
@@ -113,28 +109,3 @@ def test_factored_state_is_sharded_over_stages_and_moments_like_their_weights() 
     assert row[up].shape == (4, 32) and tuple(row[up].sharding.spec) == ("pipeline", None)
     assert all(moment[path].sharding == program.step_parts.gradient_shardings[path] for path in weights)
     assert tuple(moment[up].sharding.spec) == ("pipeline", ("data", "expert", "context"), "tensor")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("adafactor", LAYOUTS["uneven pipeline"], ONE),
-        ("muon", ONE, LAYOUTS["uneven pipeline"]),
-        ("a user's", LAYOUTS["fsdp"], LAYOUTS["fsdp"]),
-    ],
-    ids=["from a pipeline", "to a pipeline", "as it was"],
-)
-def test_a_resumed_run_continues(tmp_path: Path, name: str, first: ParallelConfig, second: ParallelConfig) -> None:
-    def job(folder: Path, parallel: ParallelConfig, **changes: Any) -> int:
-        settings = {"model": model(repeats=3, recompute="full"), "checkpoint": CheckpointConfig(every=2), "steps": 4}
-        settings |= {"schedule": ScheduleConfig(lr=1e-2, warmup_steps=2), "optimizer": OPTIMIZERS[name]}
-        return train(run_config(folder, **settings | {"parallel": parallel} | changes))
-
-    uninterrupted, halved = tmp_path / "whole", tmp_path / "halved"
-    assert job(uninterrupted, second) == 0
-    assert job(halved, first, resilience=ResilienceConfig(exit_after_steps=2)) == 0
-    assert job(halved, second) == 0
-    if first == second:
-        assert losses(halved) == losses(uninterrupted)
-    np.testing.assert_allclose(losses(halved), losses(uninterrupted), rtol=1e-5)

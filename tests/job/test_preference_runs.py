@@ -75,7 +75,7 @@ def test_a_run_scores_its_reference_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_adapters_are_compared_with_their_frozen_base(tmp_path: Path) -> None:
-    """So a lost file is computed again, from the weights of a resumed run."""
+    """A lost file would be computed again, from the weights of a resumed run."""
     lora = LoRAConfig(rank=2)
     stopping = ResilienceConfig(exit_after_steps=2)
     assert train(config(tmp_path, lora=lora, resilience=stopping)) == 0

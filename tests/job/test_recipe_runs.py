@@ -1,4 +1,4 @@
-"""Runs in recipes: stopped, resumed on the same and on another layout; evaluated; adapters beside a recipe."""
+"""Runs in recipes: gone on with on another layout; evaluated; adapters beside a recipe."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_jobs import losses, model, run_config
+from small_jobs import model, run_config
 from tiny_runs import with_block
 
 from megajax import convert
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import open_checkpoints
-from megajax.faults.config import ResilienceConfig
 from megajax.interop.weights.formats import open_stored
 from megajax.job.job import train
 from megajax.job.notebook import set_up
@@ -39,7 +38,7 @@ EXPERTS = {"stack.blocks.0.mlp.experts.up.amax.max"}
 DENSE = {"stack.blocks.0.mlp.up.amax.max", "predictions.0.from_state.amax.max"}
 DELAYED = Fp8DelayedConfig(history=3, algorithm="max")
 AHEAD = replace(model(hidden=64, ffn=64, dropout=0.0), prediction=PredictionConfig())
-"""With a head that predicts further ahead, whose products are outside the stack."""
+"""A model with a head that predicts further ahead, whose products are outside the stack."""
 
 
 def job(recipe: MatmulConfig, folder: Path | str = "unused", **changes: Any) -> RunConfig:
@@ -65,18 +64,12 @@ def state(folder: Path, cfg: RunConfig) -> Run:
     ],
     ids=["observed magnitudes", "stochastic rounding", "a pipeline with further heads"],
 )
-def test_a_resume_is_exact_and_another_layout_gets_the_same_histories(
+def test_another_layout_gets_the_same_histories(
     recipe: MatmulConfig, changes: dict, parallel: ParallelConfig, observed: set[str], apart: float, tmp_path: Path
 ) -> None:
-    """Other recipes have neither, and a run like any other."""
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    assert train(job(recipe, whole, **changes)) == 0
-    assert train(job(recipe, halved, **changes, resilience=ResilienceConfig(exit_after_steps=2))) == 0
-    assert train(job(recipe, halved, **changes)) == 0
-    assert losses(halved) == losses(whole)
-    here, resumed = (state(folder, job(recipe, **changes)) for folder in (whole, halved))
-    jax.tree.map(np.testing.assert_array_equal, here.state, resumed.state)
-    elsewhere = state(whole, job(recipe, **changes, parallel=parallel))
+    assert train(job(recipe, tmp_path, **changes)) == 0
+    here = state(tmp_path, job(recipe, **changes))
+    elsewhere = state(tmp_path, job(recipe, **changes, parallel=parallel))
     assert observed <= here.state.observed.keys() and observed <= elsewhere.state.observed.keys()
     assert bool(observed) == any("amax" in path for path in here.state.observed)
     for path, values in here.state.observed.items():
@@ -130,17 +123,14 @@ def test_adapters_beside_a_rounded_matrix_are_not_rounded() -> None:
 
 @pytest.mark.slow
 def test_adapters_beside_rounded_experts_from_start_to_export(tmp_path: Path) -> None:
-    """They train while the base keeps its bits, resume exactly, and are added to experts."""
+    """They train while the base keeps its bits, and are added to experts."""
     recipe = Fp8DelayedConfig()
-    base, run, halved = (tmp_path / name for name in ("base", "run", "halved"))
+    base, run = tmp_path / "base", tmp_path / "run"
     assert train(job(recipe, base)) == 0
     plain = job(recipe).model
     settings = {"model": replace(plain, lora=LoRAConfig(rank=4, alpha=8.0)), "steps": 6}
     settings["checkpoint"] = CheckpointConfig(load=base, parts="weights", every=3)
     assert train(job(recipe, run, **settings)) == 0
-    assert train(job(recipe, halved, **settings, resilience=ResilienceConfig(exit_after_steps=3))) == 0
-    assert train(job(recipe, halved, **settings)) == 0
-    assert losses(halved) == losses(run)
 
     assert convert.main([f"--from={run}", f"--to={tmp_path / 'merged'}", "--merge", "--verify"]) == 0
     before, trained, merged = (open_stored(folder).weights for folder in (base, run, tmp_path / "merged"))

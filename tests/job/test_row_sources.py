@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from run_folder import events
-from small_jobs import losses, model, run_config
+from small_jobs import DOCUMENTS, losses, model, run_config
 
 from megajax.data.chat.config import ChatConfig
 from megajax.data.rows.config import CyclicConfig, LoaderConfig
@@ -22,7 +22,10 @@ from megajax.training.config import EvaluationConfig
 
 def test_rows_have_another_order_in_each_pass():
     """Training and its evaluations read them so; a whole pass over the validation split does not."""
-    plain, cyclic = MockConfig(), MockConfig(loader=LoaderConfig(cyclic=CyclicConfig(buckets=False)))
+    plain, cyclic = (
+        MockConfig(documents=DOCUMENTS, **more)
+        for more in ({}, {"loader": LoaderConfig(cyclic=CyclicConfig(buckets=False))})
+    )
     before, parts = prepare(run_config(data=plain)), prepare(run_config(data=cyclic))
     train, valid = parts.splits.train, parts.splits.valid
     assert isinstance(train, CyclicRows) and isinstance(valid, CyclicRows) and len(train) == 48

@@ -84,7 +84,7 @@ def test_a_straggler_and_its_recovery_are_events_and_lines():
 
 def test_a_process_that_does_not_run_is_detected_afterwards():
     with Stalls() as stalls:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         # A regular expression that backtracks holds the interpreter, as a stopped process does.
         while stalls.seconds < 0.1 and time.monotonic() < deadline:
             re.match(r"(a|a)*b", "a" * 21)
@@ -92,7 +92,7 @@ def test_a_process_that_does_not_run_is_detected_afterwards():
 
 
 def test_waiting_for_devices_counts_for_no_process():
-    times = PhaseTimes(None, None)  # ty: ignore[invalid-argument-type]
+    times, began = PhaseTimes(None, None), time.monotonic()  # ty: ignore[invalid-argument-type]
     times.forget()
     with times.waiting():
         time.sleep(0.2)
@@ -100,7 +100,8 @@ def test_waiting_for_devices_counts_for_no_process():
         time.sleep(0.05)
     assert times.take_step()["data_wait"] >= 0.05
     counted = times.totals()
-    assert counted["host"] < 0.15 and counted["data_wait"] >= 0.05
+    assert counted["data_wait"] >= 0.05
+    assert counted["host"] + counted["data_wait"] <= time.monotonic() - began - 0.2
 
 
 def test_times_are_returned_by_process():

@@ -15,7 +15,6 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.config.errors import UserError
-from megajax.data.text.config import MockConfig
 from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
@@ -74,7 +73,6 @@ def started(
     cfg = run_config(
         tmp_path,
         model=model,
-        data=MockConfig(),
         parallel=parallel,
         evaluation=EvaluationConfig(batches=0),
         checkpoint=CheckpointConfig(weights=(source,), ignore=ignore),
@@ -115,7 +113,7 @@ def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path:
 
 @pytest.mark.parametrize("way", [pytest.param("drawn", marks=pytest.mark.slow), "mean"])
 def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> None:
-    """From 96 to 200 tokens: new rows are random, or the mean of the existing ones."""
+    """The table grows from 96 to 200 tokens: new rows are random, or the mean of the existing ones."""
     model = replace(MODEL, vocabulary_size=200)
     run, weights = started(tmp_path, hf(folder, new_tokens=way), model), open_source(f"hf:{folder}").weights
     for path in ("tokens", "head"):

@@ -108,7 +108,7 @@ def test_scales_of_earlier_steps_begin_anew_beside_loaded_weights(pretrained: Pa
 
 @pytest.mark.slow
 def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path) -> None:
-    """Of a run on two devices, which shard the weights of the first run."""
+    """The second run is on two devices, which shard the weights of the first one."""
     parallel = ParallelConfig(data=2, data_sharding="fsdp")
     probe = job(tmp_path, vit(classes=12), checkpoint=weights(pretrained, "head.*"), parallel=parallel, steps=2)
     assert train(replace(probe, optimizer=AdamWConfig(trainable=("head.*",)))) == 0
@@ -121,7 +121,7 @@ def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path: Path) -> None:
-    """As jax.image.resize does; the class token keeps its own. All other weights are taken, and training begins."""
+    """They are what jax.image.resize makes of them; the class token keeps its own. All other weights are taken."""
     small = stored(pretrained, 1)["positions"]
     run, messages = started(job(tmp_path, vit(size=20), checkpoint=weights(pretrained)))
     large = np.asarray(run.state.params["positions"])
@@ -133,7 +133,7 @@ def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path
 
 
 def test_interpolation_keeps_linear_functions() -> None:
-    """In the middle; it is constant at the edges. A matrix of the same size does not change."""
+    """It is linear in the middle and constant at the edges. A matrix of the same size does not change."""
     np.testing.assert_array_equal(interpolation_matrix(3, 3), np.eye(3))
     resized = interpolation_matrix(8, 4) @ (np.arange(4) + 0.5)
     np.testing.assert_allclose(resized, [0.5, *(np.arange(1, 7) + 0.5) / 2, 3.5])

@@ -29,6 +29,7 @@ class Process:
         self.phase: tuple[str, int | None, float] = ("setup", None, time.monotonic())
         self.step = self.committed = max((int(path.name) for path in self.checkpoints.glob("*")), default=0)
         self.over = threading.Event()
+        self.beating = threading.Thread(target=self.beats, daemon=True)
         self.meeting = run_dir / f"attempt_{self.attempt}"
         self.meeting.mkdir(parents=True, exist_ok=True)
 
@@ -83,7 +84,9 @@ class Process:
     def inject(self, kind: str) -> None:
         match kind:
             case "kill" | "stop" | "abort":
-                time.sleep(0.3)  # Until a beat gives the position.
+                self.over.set()
+                self.beating.join()
+                self.beat()  # With the position.
                 if kind == "kill":
                     (self.meeting / "dead").touch()
                 number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "abort": signal.SIGABRT}[kind]
@@ -91,7 +94,7 @@ class Process:
             case "stuck":
                 time.sleep(600)
             case "late" | "absent":
-                time.sleep(1.0 if kind == "late" else 6.0)
+                time.sleep(1.0 if kind == "late" else 10.0)
             case _:
                 self.fail(f"fault {kind}", int(kind))
 
@@ -99,8 +102,7 @@ class Process:
         if os.environ.get("MEGAJAX_ELASTIC") == "1":
             print("elastic", flush=True)
         self.beat()
-        beats = threading.Thread(target=self.beats, daemon=True)
-        beats.start()
+        self.beating.start()
         while self.step < STEPS:
             step = self.step + 1
             self.enter("data_wait", step)
@@ -122,7 +124,7 @@ class Process:
                     time.sleep(0.01)
                 self.committed = step
         self.over.set()
-        beats.join()
+        self.beating.join()
         self.enter("finish", None)
         self.beat()  # As in training, the last one says that no other is due.
         self.fault(0)

@@ -19,11 +19,11 @@ from gangs import REPOSITORY, children
 from waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "nsenter", "ip")
-"""Of Debian's packages slurm-wlm, munge, util-linux and iproute2."""
+"""Programs of Debian's packages slurm-wlm, munge, util-linux and iproute2."""
 SBIN = "/usr/sbin:/sbin"
 SBATCH = REPOSITORY / "launch" / "slurm.sbatch"
 CORES, GPUS = 64, 8
-"""Of a node, as far as Slurm knows."""
+"""What Slurm believes a node to have."""
 
 _NAMESPACES = ("--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc", "--uts")
 
@@ -107,7 +107,7 @@ class Job:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Of `scontrol show job`."""
+        """The fields that `scontrol show job` prints."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.cluster.call("scontrol", "show", "job", self.number)))
 
     @property

@@ -40,7 +40,7 @@ def last_line(gang: Started) -> str:
 
 @pytest.mark.smoke
 def test_a_killed_process_is_named_and_the_gang_resumes_from_its_checkpoint(start, tmp_path):
-    """F01: with beats, the step too."""
+    """The launcher learns the step from the beats."""
     gang = train(start, tmp_path, *QUICK, FAULTS="kill:1@7#1")
     assert gang.wait() == 0, gang.text
     assert losses(tmp_path) == whole({1: range(1, 7), 2: range(6, 11)})
@@ -52,7 +52,7 @@ def test_a_killed_process_is_named_and_the_gang_resumes_from_its_checkpoint(star
     assert (lost["event"], lost["process"], lost["cause"], lost["step"]) == ("lost", 1, "killed by SIGKILL", 7)
     fields = {name: restart[name] for name in ("event", "attempt", "after_code", "process", "step", "processes")}
     assert fields == {"event": "restart", "attempt": 2, "after_code": 1, "process": 1, "step": 7, "processes": 2}
-    assert restart["cause"].startswith("process 1 killed by SIGKILL after ") and 0 < restart["seconds_down"] < 20
+    assert restart["cause"].startswith("process 1 killed by SIGKILL after ") and 0 < restart["seconds_down"] < 200
     lines = [line for line in gang.text.splitlines() if line.startswith("megajax.launch")]
     assert len(lines) == 1 and lines[0].startswith("megajax.launch: attempt 1: process 1 killed by SIGKILL after ")
     assert "; restart 1 of 9 in 0.1 s, from step 5" in lines[0]
@@ -60,7 +60,7 @@ def test_a_killed_process_is_named_and_the_gang_resumes_from_its_checkpoint(star
 
 @pytest.mark.slow
 def test_process_0_killed_and_its_peers_follow(start, tmp_path):
-    """F02: errors of the other processes are reported as consequences, whichever came first."""
+    """Errors of the other processes are reported as consequences, whichever came first."""
     gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="kill:0@7#1,kill:0@8#2")
     assert gang.wait() == 0, gang.text
     assert [event["process"] for event in events(tmp_path) if event["event"] == "restart"] == [0, 0]
@@ -69,7 +69,7 @@ def test_process_0_killed_and_its_peers_follow(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_crash_loop_ends_with_93(start, tmp_path):
-    """F09."""
+    """A gang that fails again and again at the same step is not started for ever."""
     gang = train(start, tmp_path, *QUICK, FAULTS="1:1@7#*")
     assert gang.wait() == 93, gang.text
     assert "no progress past step 5 in 3 attempts" in last_line(gang)
@@ -107,8 +107,8 @@ def test_without_restarts_the_gang_ends_with_the_last_lines_of_the_lost_process(
 
 @pytest.mark.slow
 def test_a_stopped_process_is_blamed_and_those_that_wait_for_it_are_not(start, tmp_path):
-    """F04 of the launcher: no watchdog of a process fires here. The stacks of the others are collected."""
-    gang = train(start, tmp_path, *QUICK, "--beat-timeout=3", processes=3, FAULTS="stop:1@7#1")
+    """No watchdog of a process fires here: the launcher notices, and collects the stacks of the others."""
+    gang = train(start, tmp_path, *QUICK, "--beat-timeout=5", processes=3, FAULTS="stop:1@7#1")
     assert gang.wait() == 0, gang.text
     lost, restart = events(tmp_path, "lost", "restart")
     assert lost["process"] == 1 and lost["cause"].startswith("is stopped (state T), its last beat is ")
@@ -118,7 +118,7 @@ def test_a_stopped_process_is_blamed_and_those_that_wait_for_it_are_not(start, t
 
 @pytest.mark.slow
 def test_a_stuck_process_is_blamed_and_the_one_whose_watchdog_fired_is_not(start, tmp_path):
-    """F05: process 0 waits in its collective of step 7 and ends with 124, process 1 waits for its rows."""
+    """Process 0 waits in its collective of step 7 and ends with 124, process 1 waits for its rows."""
     gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="stuck:1@7#1", FAKE_WATCHDOG="5")
     assert gang.wait() == 0, gang.text
     restart = events(tmp_path)[-1]
@@ -140,7 +140,7 @@ while index == 1 and kind == "busy" and time.monotonic() < float(os.environ["UNT
     pass
 if index == 1 and kind == "hanging":
     time.sleep(1000)
-for number in range(80 if index != 1 else 10):
+for number in range(120 if index != 1 else 10):
     Beat(process=index, pid=os.getpid(), host=os.uname().nodename, time=time.time(), phase="start").write(folder())
     time.sleep(0.1)
 """
@@ -153,7 +153,7 @@ for number in range(80 if index != 1 else 10):
             "stopped",
             r"process 1 is stopped \(state T\) for \d+ s, before its first heartbeat; the others were stopped; ",
         ),
-        ("hanging", r"process 1 does not begin: no heartbeat, and nothing done for \d+ s \(--beat-timeout=3\); the "),
+        ("hanging", r"process 1 does not begin: no heartbeat, and nothing done for \d+ s \(--beat-timeout=5\); the "),
         ("busy", ""),
     ],
 )
@@ -161,8 +161,8 @@ def test_a_process_that_does_not_begin_is_named(start, tmp_path, kind, text):
     """The others wait for it, and know only that it is missing."""
     (tmp_path / "slow.py").write_text(SLOW_TO_BEGIN)
     wrapped = ("sh", "-c", '"$0" "$@"; exit $?', sys.executable, tmp_path / "slow.py", kind)
-    gang = start(*launcher(*QUICK, "--beat-timeout=3", processes=3), *wrapped, UNTIL=str(time.monotonic() + 7))
-    assert gang.wait(60) == 0, gang.text
+    gang = start(*launcher(*QUICK, "--beat-timeout=5", processes=3), *wrapped, UNTIL=str(time.monotonic() + 10))
+    assert gang.wait(100) == 0, gang.text
     assert bool(text) == bool(gang.text) and re.search(text, gang.text), gang.text
     assert "the beginning" not in gang.text  # the run folder is not known
 
@@ -180,7 +180,7 @@ sys.exit(attempt_number() < 3)
 
 def test_a_restart_after_an_attempt_without_a_heartbeat_names_the_step(start, tmp_path):
     gang = start(*launcher(*QUICK, processes=1), sys.executable, "-c", ENDS_BEFORE_IT_BEGINS, tmp_path / "run")
-    assert gang.wait(60) == 0, gang.text
+    assert gang.wait(100) == 0, gang.text
     assert [line.rpartition(", ")[2] for line in gang.text.splitlines()] == ["from step 6"] * 2
 
 
@@ -197,8 +197,8 @@ def test_fewer_processes_when_one_fails_repeatedly(start, tmp_path):
 
 @pytest.mark.slow
 def test_uneven_ends_are_success(start, tmp_path):
-    """F11: no process waits for another, and silence at the end is no hang."""
-    options = ("--beat-timeout=3", f"--log-dir={tmp_path / 'logs'}")
+    """No process waits for another, and silence at the end is no hang."""
+    options = ("--beat-timeout=5", f"--log-dir={tmp_path / 'logs'}")
     gang = train(start, tmp_path, *QUICK, *options, FAULTS="absent:1@0#1")
     assert gang.wait() == 0, gang.text
     assert gang.text == "" and events(tmp_path) == []
@@ -218,7 +218,7 @@ def test_a_signal_during_the_delay_ends_it(start, tmp_path):
 @pytest.mark.parametrize("code", [75, 1])
 def test_a_requested_end_is_not_restarted(start, tmp_path, code):
     stop = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))"
-    script = f"import signal, sys, time; {stop}; print('up'); time.sleep(60)"
+    script = f"import signal, sys, time; {stop}; print('up'); time.sleep(600)"
     gang = start(*launcher(*QUICK), sys.executable, "-c", script)
     gang.until(lambda: gang.text.count("up") == 2)
     gang.process.send_signal(signal.SIGTERM)
@@ -288,7 +288,7 @@ def test_a_scheduler_runs_the_processes(start, tmp_path):
 @pytest.mark.parametrize(("handled", "code"), [("signal.SIGUSR1", 75), ("signal.SIGTERM", 143)])
 def test_a_scheduler_gets_the_signal_that_it_passes_on(start, tmp_path, handled, code):
     """SIGTERM would make srun kill its tasks. Those that handle no signal yet are no crash either."""
-    script = f"import signal, time, os; signal.signal({handled}, lambda *_: os._exit(75)); print('up')\ntime.sleep(60)"
+    script = f"import signal, time, os; signal.signal({handled}, lambda *_: os._exit(75)); print('up')\ntime.sleep(600)"
     words = (sys.executable, "-m", "megajax.launch", "--scheduler", f"--beats={tmp_path}", "--max-restarts=3", "--")
     gang = start(*words, sys.executable, SRUN, 2, sys.executable, "-uc", script)
     gang.until(lambda: gang.text.count("up") == 2)
@@ -307,7 +307,7 @@ def test_a_hang_under_a_scheduler(start, tmp_path):
 @pytest.mark.slow
 def test_a_scheduler_is_asked_to_end_its_own_processes(start, tmp_path):
     """Processes on other machines would outlive a killed srun. These are frozen: SIGTERM has no effect."""
-    gang = scheduled(start, tmp_path, "--beat-timeout=3", FAULTS="stop:0@7#1,stop:1@7#1")
+    gang = scheduled(start, tmp_path, "--beat-timeout=5", FAULTS="stop:0@7#1,stop:1@7#1")
     gang.until(lambda: (tmp_path / "losses.txt").exists())
     tasks = [task for srun in gang.children() for task in children(srun)]
     assert len(tasks) == 2 and gang.wait() == 124, gang.text
@@ -316,7 +316,7 @@ def test_a_scheduler_is_asked_to_end_its_own_processes(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_gang_that_was_stopped_with_its_launcher_continues(start, tmp_path):
-    """As by Ctrl-Z, a paused container or a sleeping machine: beats are old, and no process hangs."""
+    """After Ctrl-Z, a paused container or a sleeping machine beats are old, but no process hangs."""
     schedule = ",".join(f"late:0@{step}#1" for step in range(1, 11))
     gang = train(start, tmp_path, "--beat-timeout=6", FAULTS=schedule)
     gang.until(lambda: (tmp_path / "losses.txt").exists())
@@ -333,8 +333,8 @@ def test_a_gang_that_was_stopped_with_its_launcher_continues(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_before_processes_handle_signals_is_no_crash(start, number):
-    """With code 1, schedulers would start it again."""
-    script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print('up')\ntime.sleep(60)"
+    """The code is not 1, with which schedulers would start it again."""
+    script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print('up')\ntime.sleep(600)"
     gang = start(*launcher("--max-restarts=3"), sys.executable, "-c", script)
     gang.until(lambda: gang.text.count("up") == 2)
     gang.process.send_signal(number)
@@ -343,7 +343,7 @@ def test_a_stop_before_processes_handle_signals_is_no_crash(start, number):
 
 
 def test_output_continues_after_a_full_disk(tmp_path, monkeypatch):
-    """Only a closed reader does not come back."""
+    """A full disk may have space again; only a closed reader does not come back."""
     real, full = os.write, [True, False]
 
     def write(descriptor: int, text: bytes) -> int:

@@ -68,7 +68,7 @@ def test_two_gpus_for_each_of_two(start, tmp_path):
 
 @pytest.mark.slow
 def test_two_launchers_start_one_run(start, tmp_path):
-    """As in two pods; here both are on one machine, without knowing of each other."""
+    """The launchers of two pods know nothing of each other; here both are on one machine."""
     common = ("--machines=2", f"--coordinator=127.0.0.1:{free_port()}", "--processes=1")
     first, second = (launch(start, tmp_path, 0, *common, f"--machine={n}", name=f"machine{n}") for n in range(2))
     assert [first.wait(), second.wait()] == [0, 0], first.text + second.text

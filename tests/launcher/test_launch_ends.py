@@ -9,11 +9,11 @@ from waiting import wait_until
 
 SCRIPTS = {
     "code": ("import os, sys, time; me = int(os.environ['MEGAJAX_PROCESS_ID'])\n"
-             "if me == 2: sys.exit(17)\ntime.sleep(60)", 17, "process 2 exited with code 17"),
+             "if me == 2: sys.exit(17)\ntime.sleep(600)", 17, "process 2 exited with code 17"),
     "signal": ("import os, signal, time; me = int(os.environ['MEGAJAX_PROCESS_ID'])\n"
-               "if me == 0: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)", 1, "process 0 killed by SIGSEGV"),
+               "if me == 0: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)", 1, "process 0 killed by SIGSEGV"),
     "grandchildren": ("import os, subprocess, sys, time; me = int(os.environ['MEGAJAX_PROCESS_ID'])\n"
-                      "below = subprocess.Popen(['sleep', '61'])\nprint('below', below.pid, flush=True)\n"
+                      "below = subprocess.Popen(['sleep', '600'])\nprint('below', below.pid, flush=True)\n"
                       "time.sleep(0.5)\nsys.exit(3 if me == 1 else 0)", 3, "process 1 exited with code 3"),
 }  # fmt: skip
 
@@ -23,7 +23,7 @@ SCRIPTS = {
 def test_the_first_failure_is_named_and_gives_the_exit_code(start, case):
     script, code, expected = SCRIPTS[case]
     gang = start(*launcher(processes=3), sys.executable, "-c", script)
-    assert gang.wait(20) == code, gang.text
+    assert gang.wait(100) == code, gang.text
     assert expected in gang.text.splitlines()[-1]
     below = [int(line.split()[-1]) for line in gang.text.splitlines() if " below " in line]
     assert wait_until(lambda: not any(map(alive, below)))
@@ -41,7 +41,7 @@ def test_a_launcher_whose_output_has_no_reader(tmp_path):
     command = [*map(str, launcher()), sys.executable, "-c", TALKATIVE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=REPOSITORY) as gang:
         try:
-            assert gang.wait(60) == 3
+            assert gang.wait(100) == 3
         finally:
             gang.kill()
 
@@ -50,7 +50,7 @@ def test_a_launcher_whose_output_has_no_reader(tmp_path):
 def test_a_launcher_without_standard_streams(start, closed):
     code = "import sys; print('written'); sys.exit(3)"
     gang = start("sh", "-c", f'exec "$@" {closed}', "sh", *launcher(processes=1), sys.executable, "-c", code)
-    assert gang.wait(60) == 3, gang.text
+    assert gang.wait(100) == 3, gang.text
     assert ("[0] written" in gang.text) == (closed == "2>&-")
 
 
@@ -62,7 +62,7 @@ def test_the_environment_of_each_process_and_its_lines(start):
         "resource.getrlimit(resource.RLIMIT_CORE)[0], os.environ['MEGAJAX_COORDINATOR'].split(':')[0], end='')"
     )
     gang = start(*launcher("--devices-per-process=2"), sys.executable, "-c", script)
-    assert gang.wait(20) == 0
+    assert gang.wait(100) == 0
     assert sorted(gang.text.splitlines()) == [
         "[0] 2 0 0 2 0,1 2 True 0 127.0.0.1",
         "[1] 2 1 1 2 2,3 2 True 0 127.0.0.1",

@@ -16,17 +16,17 @@ def member(start, tmp_path, index: int, port: int, *settings: str, count: int = 
 
 def test_a_missing_process(start, tmp_path):
     port = free_port()
-    members = [member(start, tmp_path, index, port, "--init-timeout=6", count=3) for index in (0, 2)]
+    members = [member(start, tmp_path, index, port, "--init-timeout=15", count=3) for index in (0, 2)]
     assert [member.wait() for member in members] == [1, 1]
     first, second = (member.text for member in members)
-    assert f"megajax: process 1 of 3 did not connect to 127.0.0.1:{port} within 6 s" in first
+    assert f"megajax: process 1 of 3 did not connect to 127.0.0.1:{port} within 15 s" in first
     assert "Traceback" not in first + second and second == ""
     assert not (tmp_path / "run").exists()
 
 
 def test_a_number_too_high(start, tmp_path):
     first = member(start, tmp_path, 2, free_port())
-    assert first.wait(20) == 2
+    assert first.wait(100) == 2
     assert first.text == "process 2: megajax: --process-id=2 is not one of 2 processes: they are 0 to 1\n"
 
 
@@ -34,14 +34,14 @@ def test_a_config_that_one_process_lacks(start, tmp_path):
     """Process 0 can only report that the process is missing, and refers to its own message."""
     flags = ("--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=1")
     second = start(*TRAIN, f"--config={tmp_path / 'nowhere.py'}", *flags)
-    assert second.wait(40) == 2
+    assert second.wait(100) == 2
     assert second.text == f"process 1: --config: no config file {tmp_path / 'nowhere.py'} in {tmp_path}\n"
 
 
 def test_torchrun(start, tmp_path):
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     first = start(*TRAIN, *TINY, f"--run_dir={tmp_path / 'run'}", **variables)
-    assert first.wait(40) == 2
+    assert first.wait(100) == 2
     assert "torchrun" in first.text and "python -m megajax.launch --processes=N" in first.text
     assert first.text.count("torchrun") == 1 and "Traceback" not in first.text
     assert not (tmp_path / "run").exists()
@@ -51,7 +51,7 @@ def test_the_port_of_process_0_is_in_use(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         first = member(start, tmp_path, 0, port)
-        assert first.wait(40) == 2
+        assert first.wait(100) == 2
     assert f"megajax: port {port} of 127.0.0.1 is in use" in first.text
     assert not (tmp_path / "run").exists()
 
@@ -73,7 +73,7 @@ def test_an_invalid_launch(case):
     arguments, message = LAUNCHES[case]
     command = [sys.executable, "-m", "megajax.launch", *arguments]
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, check=False,
+        command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=False,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert process.returncode == 2 and message in process.stderr, process.stderr
@@ -84,13 +84,13 @@ def test_the_launchers_port_is_in_use(start):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         gang = start(*launcher(f"--coordinator-port={port}"), "true")
-        assert gang.wait(20) == 2
+        assert gang.wait(100) == 2
     assert f"--coordinator-port={port}: Address already in use" in gang.text
 
 
 def test_an_invalid_setting_is_reported_once(start, tmp_path):
     gang = start(*launcher(processes=3), *TRAIN, *TINY, "--steps=many", f"--run_dir={tmp_path / 'run'}")
-    assert gang.wait(30) == 2
+    assert gang.wait(100) == 2
     message = "steps: expected a whole number, got 'many'"
     *lines, last = gang.text.splitlines()
     assert "\n".join(lines).count(message) == 1, gang.text

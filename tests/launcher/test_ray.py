@@ -33,7 +33,7 @@ SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its name notwithstanding: addresses are those of loopback
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_failure_threshold": "10",
     "RAY_health_check_initial_delay_ms": "2000",
 }
 MACHINE = {"num_cpus": 1, "object_store_memory": 80 << 20}

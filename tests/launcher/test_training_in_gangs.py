@@ -85,7 +85,7 @@ def numbers(run_dir: Path) -> list[tuple[int, str, float]]:
 
 
 def test_losses_after_kills_equal_those_of_an_uninterrupted_run(start, tmp_path):
-    """F01 and F02: first process 1, then process 0, which hosts the coordinator."""
+    """First process 1 is killed, then process 0, which hosts the coordinator."""
 
     def trained(name: str, *more: str) -> Started:
         """Twelve steps, a checkpoint every third."""
@@ -106,7 +106,7 @@ def test_losses_after_kills_equal_those_of_an_uninterrupted_run(start, tmp_path)
 
 
 def test_the_same_command_continues_after_the_launcher_was_killed(start, tmp_path):
-    """F10: nothing left by it is in the way."""
+    """Nothing that the killed launcher left is in the way."""
     command = (*launcher(), *TRAIN, *TINY, *LONG, f"--run_dir={tmp_path / 'run'}", "--checkpoint.every=3")
     first = start(*command, name="first")
     first.until(lambda: saved(tmp_path / "run"))

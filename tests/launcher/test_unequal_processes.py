@@ -55,7 +55,7 @@ def test_other_code_in_one_process(start, tmp_path):
 
 @pytest.mark.slow
 def test_other_data_in_one_process(start, tmp_path):
-    """Of the same size, at the same path from the working folders of the processes."""
+    """The files have the same size, and the same path from the working folders of the processes."""
     places = (tmp_path / "first", tmp_path / "second")
     for number, place in enumerate(places):
         place.mkdir()

@@ -112,7 +112,7 @@ def test_a_slow_link_and_differing_clocks_are_warnings(monkeypatch):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_whose_own_part_fails_still_takes_part(failing, monkeypatch, tmp_path):
-    """Otherwise the others would wait in a collective that it has skipped."""
+    """If it did not, the others would wait in a collective that it has skipped."""
 
     def part(work):
         def or_error(*arguments):

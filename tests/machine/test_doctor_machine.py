@@ -138,7 +138,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_stages_on_GPUs_try_every_kernel_and_report_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU devices that present themselves as GPUs; kernels compute the reference."""
+    """The CPU devices present themselves as GPUs; kernels compute the reference."""
     local_devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda: local_devices[:1])
     assert "reference (float32)" in device_trial.attention().state and "not tested" in device_trial.attention().state
@@ -165,7 +165,7 @@ def test_stages_on_GPUs_try_every_kernel_and_report_memory(monkeypatch: pytest.M
 def test_wrong_gradients_and_documents_on_a_GPU_are_detected(
     documents: bool, gradient: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in reports about cuDNN: a correct result with NaN in one gradient, of some rows only."""
+    """Reports about cuDNN had a correct result with NaN in one gradient, of some rows only."""
     local_devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda: local_devices[:1])
     stand_in(monkeypatch)
@@ -188,7 +188,7 @@ def test_wrong_gradients_and_documents_on_a_GPU_are_detected(
 
 def test_front_door_of_the_doctor() -> None:
     command = [sys.executable, "-m", "megajax.doctor"]
-    usage = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    usage = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=100)
     assert usage.returncode == 0 and "--run-dir" in usage.stdout and "--json" in usage.stdout
-    refused = subprocess.run([*command, "--jsn"], capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([*command, "--jsn"], capture_output=True, text=True, timeout=100)
     assert refused.returncode == 2 and "did you mean json" in refused.stderr

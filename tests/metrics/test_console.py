@@ -13,6 +13,7 @@ from datetime import datetime
 
 import pytest
 import rich.console
+from waiting import wait_until
 
 from megajax.display import text
 from megajax.display.banner import plain
@@ -131,13 +132,12 @@ def test_the_evaluation_line():
 def test_the_plain_ticker_prints_at_intervals_and_at_the_end():
     console, stream = plain_console(tick_seconds=0.05)
     with console.ticker("compiling the train step"):
-        time.sleep(0.2)
+        assert wait_until(lambda: stream.getvalue().count("\n") >= 2)
     with pytest.raises(KeyError), console.ticker("reading"):
         raise KeyError
     *ticks, total, failed = stream.getvalue().splitlines()
-    assert len(ticks) >= 2
     assert all(re.fullmatch(r"compiling the train step … \d+\.\d s", line) for line in ticks)
-    assert re.fullmatch(r"compiling the train step: \d+\.\d s", total) and float(total.split()[-2]) >= 0.2
+    assert re.fullmatch(r"compiling the train step: \d+\.\d s", total) and float(total.split()[-2]) >= 0.1
     assert re.fullmatch(r"reading: stopped after \d+\.\d s", failed)
 
 
@@ -158,7 +158,7 @@ def test_the_live_console_shows_bar_figures_and_lines_above(step):
     console.close()
     output = stream.getvalue()
     assert "⠋ compiling the train step … 0 s" in output
-    assert "compiling the train step: 0.1 s\n" in output
+    assert re.search(r"compiling the train step: \d+\.\d s\n", output)
     last = output.rsplit("━", 1)[1]
     assert "42% 210/500  9m40s left, done at 18:09" in last
     assert "loss 2.5000  grad norm 0.900  lr 3.00e-04  tokens/s/device 750  TFLOP/s/device 0.8  MFU 0.2%" in last
@@ -226,7 +226,7 @@ def test_the_terminal_is_usable_afterwards(way, code):
     with contextlib.suppress(OSError):  # Raised at the end of a terminal.
         while data := os.read(leader, 4096):
             output += data
-    assert process.wait(30) == code
+    assert process.wait(100) == code
     os.close(leader)
     assert output.count(b"\x1b[?25l") == output.count(b"\x1b[?25h") == 1
     assert output.rindex(b"\x1b[?25l") < output.rindex(b"\x1b[?25h")

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: apt-get install prometheus"),
 ]
 VARIABLES = {"$__range_s": "60", "$__range": "1m", "$__rate_interval": "10s", "$run": "night", "$model": "night"}
-"""Of Grafana."""
+"""What Grafana puts in place of its variables."""
 UNKNOWN_HERE = {
     *("megajax_train_mfu_causal", "megajax_train_mfu_full"),
     *("megajax_train_memory_device", "megajax_train_memory_device_peak"),
@@ -31,7 +31,7 @@ def read(port: int, path: str, body: bytes | None = None) -> str:
     """The answer of an address on this machine; "" while nothing answers."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=100) as answer:
             return answer.read().decode()
     except OSError:
         return ""

@@ -25,7 +25,7 @@ SHOWN = {
 }
 """Texts of stored outputs."""
 LIMIT_SECONDS = 1700
-"""Of a cell: on a busy machine training takes many times what it takes on an idle one."""
+"""Limit of a cell: on a busy machine training takes many times what it takes on an idle one."""
 
 
 def read(name: str) -> nbformat.NotebookNode:
@@ -33,7 +33,7 @@ def read(name: str) -> nbformat.NotebookNode:
 
 
 def code_hash(book: nbformat.NotebookNode) -> str:
-    """Of the sources of all code cells, in order: stored with outputs, it tells whether they are of these cells."""
+    """A hash of the sources of all code cells: stored with outputs, it tells whether they are of these cells."""
     return hashlib.sha256(
         json.dumps([cell.source for cell in book.cells if cell.cell_type == "code"]).encode()
     ).hexdigest()
@@ -115,7 +115,7 @@ def test_stored_outputs_are_of_these_cells_and_small(name):
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_SECONDS)
 def test_own_text_learns(tmp_path, update):
-    """With its own number of steps: better than the frequencies of single bytes allow, 3.26, by far."""
+    """After its own number of steps it is better by far than the frequencies of single bytes allow, 3.26."""
     shown = executed("own_text", tmp_path, update=update)
     lines = [line for text in shown for line in text.splitlines()]
     losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step ")]

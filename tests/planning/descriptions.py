@@ -12,7 +12,7 @@ TENSOR_4 = ("parallel.tensor=4", "parallel.sequence=true", "parallel.data_shardi
 """Settings of llama3_8b, which ships FSDP."""
 STAGES_70B = ("parallel.tensor=8", "parallel.pipeline=4", "parallel.context=1", "parallel.context_strategy=all_gather",
               "parallel.schedule=interleaved", "parallel.virtual_stages=5", "batch.side_by_side=1")  # fmt: skip
-"""Of llama3_70b, which ships rings and pairs of microbatches."""
+"""Settings of llama3_70b, which ships rings and pairs of microbatches."""
 STAGES_405B = (*STAGES_70B, "parallel.pipeline=16", "parallel.virtual_stages=4", "model.recompute=full")
 
 

@@ -180,7 +180,7 @@ def test_heads_that_predict_further_ahead_are_counted() -> None:
 
 
 def test_copies_of_key_value_heads_are_counted() -> None:
-    """With 2 heads on 8 devices each computes with one, as with 8; at rest each has both."""
+    """If 2 heads are on 8 devices, each computes with one, as with 8 heads; at rest each has both."""
     model = llama3("8b")
 
     def with_heads(heads: int) -> Estimate:

@@ -114,7 +114,7 @@ def hidden(recompute: Any = "full", **settings: Any) -> dict[str, list[float]]:
 
 
 def test_exchanges_are_hidden_by_kernels_that_do_not_wait_for_them() -> None:
-    """As in compiled programs, see docs/moe.md."""
+    """So it is in compiled programs, see docs/moe.md."""
     light, full = hidden("selective"), hidden()
     # The last exchange beside gradients of matrices; those before only beside what is computed again.
     assert light["reduce-scatter backward"] == [1.0] and light["all-gather backward"] == [0.0]
@@ -198,7 +198,7 @@ def test_a_search_tries_numbers_of_devices_that_divide_the_experts() -> None:
 
 
 def test_up_projections_of_latents_are_not_sharded_at_rest() -> None:
-    """As compiled for 1024 H100s with jax 0.12.0.1: 15.07 GiB of weights, where 1/1024 of all would be 2.5."""
+    """A program for 1024 H100s, compiled with jax 0.12.0.1, has 15.07 GiB of weights; 1/1024 of all is 2.5."""
     layout = ("pipeline=1", "expert=64", "tensor=1", "sequence=false", "data_sharding=fsdp")
     cfg: Any = load("deepseek.py:deepseek_v3", *[f"parallel.{setting}" for setting in layout])
     actual = footprint(describe(cfg, GPUS["h100"], 1024))
@@ -207,7 +207,7 @@ def test_up_projections_of_latents_are_not_sharded_at_rest() -> None:
 
 
 def test_operations_equal_those_that_Megatron_counts() -> None:
-    """Of the experts that a token passes, and of Mamba-2: written out with the sizes of the models."""
+    """The work of the experts that a token passes, and of Mamba-2, is written out with the sizes of the models."""
     mixtral: Any = load("mixtral.py:mixtral_8x7b").model
     attention, core, experts = 4096 * (2 * 4096 + 2 * 1024), 4096 * 4096, 2 * 3 * 4096 * 14336
     counted = count_flops(mixtral)

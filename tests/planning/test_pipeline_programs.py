@@ -130,7 +130,7 @@ def check_axes(step: Compiled) -> None:
 
 MICROBATCHES, MORE = 8, 32
 STAGES, DATA, LAYERS = 4, 4, 16
-"""With tensor 2, a stage fills a node."""
+"""A stage fills a node if tensor is 2."""
 
 
 type Deviceless = Callable[..., Compiled]
@@ -199,7 +199,7 @@ def test_transfers_between_stages_overlap_with_layers(family: str, schedule: str
 def test_sums_over_stages_run_where_a_microbatch_enters_or_leaves(
     family: str, schedule: str, deviceless: Deviceless
 ) -> None:
-    """With one chunk that is in each tick of the steady loop, with several in a fraction of them."""
+    """One chunk enters in each tick of the steady loop; several do in a fraction of them."""
     program = deviceless(family, schedule).contents
     (steady,) = (place for place, permutes in Counter(permuting(program)).items() if permutes == 2)
     among = [op for op in program.collectives if op.place.path == steady.path and op.groups.axes == ("pipeline",)]

@@ -63,7 +63,7 @@ def config():
 
 
 def plan(folder: Path, *arguments: str, config: Sequence[str] = (DEBUG, *TINY)) -> tuple[dict[str, Any], str]:
-    """In a separate process, because the platform is chosen when jax is imported."""
+    """It runs in a separate process, because the platform is chosen when jax is imported."""
     file = folder / "plan.json"
     command = [sys.executable, "-m", "megajax.plan", *config, f"--json={file}", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *filter(None, sys.path)]))}

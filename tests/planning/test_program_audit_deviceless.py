@@ -42,7 +42,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on a device."""
+        """Tokens of a microbatch on a device."""
         return self.plan.cfg.batch.micro_size * self.model.sequence_length
 
     @property
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def runs(self) -> int:
-        """Of one layer and direction, per step."""
+        """How often one layer runs in one direction, per step."""
         return self.model.stack.layers() * self.plan.microbatches
 
     def in_layers(self) -> list[CompiledKernel]:
@@ -92,7 +92,7 @@ def planned(config: str, *settings: str) -> TrainPlan:
 
 
 def calls(case: Case) -> list[CompiledKernel]:
-    """Of cuDNN's attention."""
+    """The calls of cuDNN's attention."""
     return [op for op in case.found.kernels if "fmha" in (op.target or "")]
 
 

@@ -36,7 +36,7 @@ def with_experts(**router):
 
 
 def sizes(plan: Replan) -> dict[str, int]:
-    """Of the axes longer than 1, and of microbatches."""
+    """The sizes of the axes longer than 1, and the number of microbatches."""
     axes = {name: size for name, size in plan.cfg.parallel.sizes(plan.used).items() if size > 1}
     return axes | {"micro_size": plan.cfg.batch.micro_size}
 
@@ -94,7 +94,7 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_layout_is_legal_and_refused_only_if_none_exists(name):
-    """On 1 to 7 devices, of one process and of as many processes as devices."""
+    """It is tried on 1 to 7 devices, of one process and of as many processes as devices."""
     cfg = JOBS[name]
     for devices in range(1, 8):
         for per_process in ((devices,), (1,) * devices):

@@ -37,7 +37,7 @@ def best_of(request: Task) -> list[RankedLayout]:
 
 
 def published(request: Task, devices: int, layout: ParallelConfig, **model: Any) -> Estimate:
-    """Of a published layout, in this system."""
+    """The settings of a published layout, in this system."""
     described = describe(request.case.cfg, H100, devices)
     return estimate(replace(described, parallel=layout, micro_size=1, model=replace(described.model, **model)))
 
@@ -101,7 +101,7 @@ def test_listed_layouts_are_legal_and_fit_and_are_unique() -> None:
 
 
 def test_the_best_equals_that_of_an_exhaustive_search() -> None:
-    """By brute force over a small part of the space."""
+    """A search by brute force over a small part of the space finds no faster layout."""
     request = task("llama3_8b", 8, device="h100", data_sharding="zero1", recompute="selective", micro_size=1)
     entries = best_of(request)
     best = float("inf")

@@ -136,7 +136,7 @@ def test_largest_arrays_of_a_program() -> None:
 
 
 def test_saved_norms_are_not_sharded_along_the_sequence() -> None:
-    """As compiled for 64 H100s with jax 0.12.0.1: they are gathered before the matmuls that read them."""
+    """Programs compiled for 64 H100s with jax 0.12.0.1 gather them before the matmuls that read them."""
     base = case_of("parallel.tensor=4", "parallel.pipeline=8", "model.recompute=activation")
     assert base.estimate.memory.peak_gib == pytest.approx(83.71, rel=0.02)
 

@@ -95,7 +95,7 @@ def test_layouts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_devices_of_experts_read_what_all_replicas_choose() -> None:
-    """Of 8 experts, each device has 2: 4 rows of 4 replicas choose nearly all of them."""
+    """Each device has 2 of 8 experts: 4 rows of 4 replicas choose nearly all of them."""
     one, four = (plan("mixtral.py:mixtral_8x7b", 1, expert=expert) for expert in (1, 4))
     experts = 32 * 8 * 3 * 4096 * 14336 * 2
     assert one.weight_bytes - four.weight_bytes == experts * 3 / 4

@@ -28,7 +28,7 @@ def page_faults(devices: str, **variables: str) -> int:
     """Page faults of a process that allocates and frees 64 MiB five times."""
     command = [sys.executable, "-c", COUNT_FAULTS, devices]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
-    return int(subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout)
+    return int(subprocess.run(command, env=environment, check=True, capture_output=True, timeout=100).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")

@@ -64,7 +64,7 @@ def test_slurm_binds_gpus_to_tasks(variables, expected):
 
 
 def claims(count: int, *environments: dict[str, str], gpus: int = 8, place: bool = True) -> dict[int, GpuClaim]:
-    """Of `count` processes of one machine; one environment for all, or one for each."""
+    """The claims of `count` processes of one machine; one environment for all, or one for each."""
     worlds = [World(count, index, "node:1", *((index, count) if place else (None, None))) for index in range(count)]
     environments = environments * (count if len(environments) == 1 else 1) or ({},) * count
     return {
@@ -137,7 +137,7 @@ def test_the_GPUs_of_a_process_without_a_share_stay_free():
 
 
 def test_processes_declared_alone_are_not_compared():
-    """For schedulers that bind GPUs in their own way: MEGAJAX_LOCAL_PROCESSES=1."""
+    """Schedulers that bind GPUs in their own way set MEGAJAX_LOCAL_PROCESSES=1."""
     told = {index: claim._replace(local_index=0, local_count=1) for index, claim in claims(2, cuda("0")).items()}
     assert assign(told) == {0: None, 1: None}
 

@@ -88,7 +88,7 @@ def test_code_is_compared_by_folder_and_not_by_place(tmp_path):
 
 
 def test_the_code_is_that_of_the_package_alone(monkeypatch):
-    """Not of the folder that the package is in, such as a checkout with its environment."""
+    """They are not those of the folder that the package is in, such as a checkout with its environment."""
     folders = list[Path]()
     monkeypatch.setattr(of_process, "code_digests", lambda folder: folders.append(folder) or {})
     find_identity(None, {})
@@ -161,7 +161,7 @@ def line(identity: dict[str, IdentitySection]) -> bytes:
 
 
 def test_messages_with_long_sections_and_strange_names_fit():
-    """Otherwise process 0 would ignore the process and wait for it."""
+    """If the message were too long, process 0 would ignore the process and wait for it."""
     names = ("a" * 250 + ".py", "zero\u200bwidth.py", "line\n.py")
     strange = section(dict.fromkeys(names, "1"))
     assert difference({"code": strange}, {"code": section(dict.fromkeys(names, "2"))}) is not None

@@ -42,10 +42,10 @@ def hello(index: int, count: int, seed: int = 0, token: str = "") -> bytes:
 
 def connect(port: int) -> socket.socket:
     """A connection to process 0, as soon as it listens."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=20)
+            return socket.create_connection(("127.0.0.1", port), timeout=100)
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -59,7 +59,7 @@ def _quick(monkeypatch):
 class Meeting:
     """Processes that join one meeting, and their outcomes."""
 
-    def __init__(self, patience: float = 20.0):
+    def __init__(self, patience: float = 100.0):
         self.port, self.patience = free_port(), patience
         self.threads: list[threading.Thread] = []
         self.outcomes: list[tuple[int, object]] = []
@@ -80,7 +80,7 @@ class Meeting:
 
     def results(self) -> list[tuple[int, object]]:
         for thread in self.threads:
-            thread.join(30)
+            thread.join(100)
             assert not thread.is_alive()
         return sorted(self.outcomes, key=lambda outcome: outcome[0])
 
@@ -111,10 +111,10 @@ def test_all_processes_connect_and_the_port_is_freed():
 
 
 def test_missing_processes_are_named():
-    meeting = Meeting(patience=1.0)
+    meeting = Meeting(patience=5.0)
     meeting.join(0, 5)
     meeting.join(2, 5)
-    meeting.errors(1, "processes 1, 3 and 4 of 5 did not connect to", f":{meeting.port} within 1 s")
+    meeting.errors(1, "processes 1, 3 and 4 of 5 did not connect to", f":{meeting.port} within 5 s")
 
 
 def test_many_missing_are_counted():
@@ -174,7 +174,7 @@ def test_a_difference_is_forgotten_when_its_process_ends():
 
 
 def test_a_run_starts_despite_a_stranger_that_claims_a_place():
-    """Without a token: as soon as all processes of the run have connected."""
+    """A stranger without a token is told as soon as all processes of the run have connected."""
     meeting = Meeting()
     meeting.join(0, 2)
     with connect(meeting.port) as stranger:
@@ -220,7 +220,7 @@ def test_a_process_waits_until_its_own_process_0_listens():
 
 def test_many_silent_connections_keep_no_process_out(monkeypatch):
     monkeypatch.setattr("megajax.processes.rendezvous_process_zero.MAX_SILENT", 40)
-    meeting = Meeting(patience=60)
+    meeting = Meeting(patience=100)
     meeting.join(0, 4)
     strangers = [connect(meeting.port) for _ in range(60)]
     for number, stranger in enumerate(strangers):
@@ -231,7 +231,7 @@ def test_many_silent_connections_keep_no_process_out(monkeypatch):
         meeting.join(index, 4)
     assert len(meeting.results()) == 4 and not any(isinstance(outcome, StartError) for _, outcome in meeting.results())
     # One after another, with two seconds for each, they took 120 s.
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100
     for stranger in strangers:
         stranger.close()
 
@@ -239,7 +239,7 @@ def test_many_silent_connections_keep_no_process_out(monkeypatch):
 def test_no_file_descriptors_left(monkeypatch):
     """Process 0 closes silent connections, and continues."""
     accept, failures = socket.socket.accept, iter(range(3))
-    meeting = Meeting(patience=60)
+    meeting = Meeting(patience=100)
     meeting.join(0, 2)
     silent = connect(meeting.port)
 
@@ -255,7 +255,8 @@ def test_no_file_descriptors_left(monkeypatch):
     silent.close()
 
 
-def test_late_processes_get_the_error_too():
+def test_late_processes_get_the_error_too(monkeypatch):
+    monkeypatch.setattr("megajax.processes.rendezvous_process_zero.DIFFERENCE_SECONDS", 5.0)
     meeting = Meeting()
     meeting.join(0, 4, token="t")
     with connect(meeting.port) as connection:
@@ -321,7 +322,7 @@ def test_nobody_listens_at_the_coordinator():
     with pytest.raises(StartError, match=rf"megajax: found no process 0 at 127.0.0.1:{port} within 1 s") as error:
         meet(World(2, 1, f"127.0.0.1:{port}"), NO_GPUS, patience=1.0, identity={})
     assert error.value.code == 1 and not error.value.reported
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100
 
 
 def test_a_foreign_server_at_the_coordinators_address():
@@ -335,7 +336,7 @@ def test_a_foreign_server_at_the_coordinators_address():
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(StartError, match="is not process 0 of a run"):
-            meet(World(2, 1, f"127.0.0.1:{server.getsockname()[1]}"), NO_GPUS, patience=5, identity={})
+            meet(World(2, 1, f"127.0.0.1:{server.getsockname()[1]}"), NO_GPUS, patience=100, identity={})
 
 
 def test_foreign_connections_are_ignored():

@@ -148,7 +148,7 @@ def test_constant_and_unknown_metrics_have_no_curve(fake_run: Callable) -> None:
 def test_front_door(tmp_path: Path, eventful: Path) -> None:
     def run(*phrase: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-X", "importtime", "-m", "megajax.report", *phrase]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
     refused = run(str(tmp_path))
     assert refused.returncode == 2 and "is not a run" in refused.stderr and "Traceback" not in refused.stderr

@@ -19,9 +19,9 @@ def served() -> Iterator[Running]:
         body_bytes=64 * 1024,
         header_bytes=4096,
         connections=100,
-        header_seconds=0.4,
-        body_seconds=0.4,
-        write_seconds=1.0,
+        header_seconds=3.0,
+        body_seconds=3.0,
+        write_seconds=3.0,
     )
     with serving(config) as running:
         yield running

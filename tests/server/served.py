@@ -136,7 +136,7 @@ def start(
     assert wait_until(lambda: server.started or not thread.is_alive()) and thread.is_alive(), log
     # A connection that was idle for long may be closed by the server while it is used again.
     limits = httpx2.Limits(max_keepalive_connections=0)
-    client = httpx2.Client(timeout=30, verify=False, limits=limits)
+    client = httpx2.Client(timeout=100, verify=False, limits=limits)
     return Running(server, worker, device, readiness, log, thread, address(bound), client)
 
 
@@ -149,7 +149,7 @@ def serving(*settings: Any, **more: Any) -> Iterator[Running]:
     finally:
         running.client.close()
         running.server.should_exit = True
-        running.thread.join(10)
+        running.thread.join(100)
         running.worker.close()
         assert not running.thread.is_alive()
 

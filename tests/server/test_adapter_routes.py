@@ -97,18 +97,18 @@ def test_a_request_that_arrives_while_its_adapter_is_dropped(
 
     def drop(engine: Engine) -> None:
         dropping.set()
-        assert dropped.wait(20)
+        assert dropped.wait(100)
         engine.drop_adapter("late")
 
     running.worker.call(drop)
-    assert dropping.wait(20)
+    assert dropping.wait(100)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(running.complete, prompt="a", model="late", max_tokens=2, **guide)
         assert wait_until(lambda: running.worker._inbox)
         dropped.set()
-        error = answer.result(30).json()["error"]
+        error = answer.result(100).json()["error"]
     assert (error["code"], error["param"]) == (400, "model") and "'late' is not loaded" in error["message"]
-    running.worker.call(lambda engine: engine.load_adapter("late", "late")).result(20)
+    running.worker.call(lambda engine: engine.load_adapter("late", "late")).result(100)
     assert running.ask("/v1/unload_lora_adapter", {"lora_name": "late"}).status_code == 200
 
 

@@ -21,7 +21,7 @@ from megajax.server.server import ReadyServer
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
     """Four rows, eight waiting requests."""
-    config = ServerConfig(queue=8, prompts=8, write_seconds=0.5, stall_seconds=0.3)
+    config = ServerConfig(queue=8, prompts=8, write_seconds=2.0, stall_seconds=2.0)
     with serving(config, EchoDevice(rows=4, blocks=400, length=4096, seconds=0.002)) as running:
         yield running
 
@@ -136,7 +136,7 @@ def test_a_server_that_compiles_says_so() -> None:
     compiled = threading.Event()
 
     def prepare() -> Iterator[None]:
-        assert compiled.wait(20)
+        assert compiled.wait(100)
         yield
 
     with serving(ServerConfig(), prepare=prepare()) as running:
@@ -166,7 +166,7 @@ def test_the_death_of_the_engine_ends_the_server() -> None:
         assert wait_until(lambda: running.worker.statistics().running == 2)
         assert running.complete(prompt=bytes(DEATH).decode(), max_tokens=5).status_code == 500
         assert [future.result().status_code for future in futures] == [500, 500]
-        running.thread.join(10)
+        running.thread.join(100)
         assert running.server.exit_code == 1 and not running.thread.is_alive()
     assert any("the server ends" in line for line in running.log)
 
@@ -248,5 +248,5 @@ def test_requests_beyond_the_time_limit_are_ended() -> None:
         assert wait_until(lambda: running.worker.statistics().running)
         running.server.handle_exit(15, None)
         assert futures.result().status_code == 503
-        running.thread.join(10)
+        running.thread.join(100)
         assert running.server.exit_code == 0 and not running.thread.is_alive()

@@ -40,7 +40,7 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def ask(url: str, prompt: str, max_tokens: int) -> Any:
     body = {"prompt": prompt, "max_tokens": max_tokens}
-    return httpx2.post(f"{url}/v1/completions", json=body, timeout=30, verify=False)
+    return httpx2.post(f"{url}/v1/completions", json=body, timeout=100, verify=False)
 
 
 def running(pool: ThreadPoolExecutor, url: str, max_tokens: int) -> list[Future[Any]]:
@@ -60,7 +60,7 @@ def test_signals_and_exit_codes(process: tuple[subprocess.Popen[str], str]) -> N
         assert (refused.status_code, health.status_code, health.json()["status"]) == (503, 503, "draining")
         assert refused.headers["retry-after"]
         assert [future.result().json()["choices"][0]["text"] for future in futures] == ["ab" * 150] * 4
-    assert server.wait(10) == 0
+    assert server.wait(100) == 0
 
 
 def test_the_second_signal_ends_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
@@ -70,14 +70,14 @@ def test_the_second_signal_ends_at_once(process: tuple[subprocess.Popen[str], st
         server.send_signal(signal.SIGTERM)
         assert wait_until(lambda: httpx2.get(f"{url}/health", verify=False).status_code != 200)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 128 + signal.SIGTERM
+        assert server.wait(100) == 128 + signal.SIGTERM
         assert all(isinstance(future.exception(), httpx2.HTTPError) for future in futures)
 
 
 def test_a_lost_device_ends_the_process(process: tuple[subprocess.Popen[str], str]) -> None:
     server, url = process
     assert ask(url, bytes(DEATH).decode(), 5).status_code == 500
-    assert server.wait(10) == 1
+    assert server.wait(100) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_trained_run_is_served(tmp_path: Path) -> None:
         assert rows["drafts"] == "up to 2 tokens of earlier text in a step"
         demand_answers(f"{rows['address']}/v1")
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(100) == 0
     finally:
         server.kill()
         server.communicate()

@@ -40,7 +40,7 @@ def scorer(parallel: ParallelConfig = ONE, micro_size: int = 4) -> Scorer:
     rows = micro_size * (parallel.data or 1) * parallel.pipeline
     cfg = RunConfig(
         model=llama(),
-        data=MockConfig(),
+        data=MockConfig(documents=300),
         parallel=parallel,
         precision=PrecisionConfig(compute="float32"),
         xla=XlaConfig(options=dict(QUICK)),

@@ -229,4 +229,4 @@ def test_work_of_rows_equals_that_of_the_throughput() -> None:
 
 
 def test_synthetic_data_can_be_balanced() -> None:
-    check(run_config(data=MockConfig(isolate_documents=True, loader=LoaderConfig(balance="step"))), 1)
+    check(run_config(data=MockConfig(documents=300, isolate_documents=True, loader=LoaderConfig(balance="step"))), 1)

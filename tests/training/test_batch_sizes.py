@@ -57,7 +57,7 @@ def test_the_steps_of_a_ramp_sum_to_the_run():
 
 
 def test_thresholds_and_rows_accept_suffixes():
-    """As Megatron-LM reads them: fractions, either case, and suffixes on rows too."""
+    """Megatron-LM reads fractions, either case, and suffixes on rows too."""
     ramp = StepRampConfig(sizes="0:64,1.5m:128 0.5B:1k")
     assert ramp.problems() == [] and ramp.pairs() == [(0, 64), (1_500_000, 128), (500_000_000, 1000)]
     assert sizes(ramp, 1, length=1000, global_size=1000).thresholds == ((0, 64), (1500, 128), (500_000, 1000))

@@ -123,7 +123,7 @@ def test_xla_waits_longer_than_the_watchdog():
 
 
 def test_the_platform_of_the_tests_has_defaults():
-    """Otherwise only GPUs would reach the lines that choose and pass options."""
+    """Without these tests only GPUs would reach the lines that choose and pass options."""
     assert DEFAULTS["cpu"].always
 
 
@@ -172,7 +172,7 @@ def test_options_reach_every_program_of_a_run(monkeypatch):
 
 
 def test_initial_weights_of_small_models_are_compiled_quickly(monkeypatch):
-    """On CPUs, with the same bits. The tests set level 0 for all programs, in XLA_FLAGS."""
+    """The results have the same bits on CPUs. The tests set level 0 for all programs, in XLA_FLAGS."""
     monkeypatch.setenv("XLA_FLAGS", "")
     name = "xla_backend_optimization_level"
     assert options_for_once({}, "cpu", MOST_QUICK) == {name: 1} and options_for_once({}, "cpu", MOST_QUICK + 1) == {}

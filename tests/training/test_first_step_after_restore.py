@@ -60,7 +60,7 @@ def check_first_step(run: Run) -> None:
 
 
 def test_the_first_step_after_a_restore_reuses_every_buffer(tmp_path: Path) -> None:
-    """As restored, this layout's arrays were donated without a warning, and no buffer was reused."""
+    """Arrays of this layout were once donated as restored, without a warning, and no buffer was reused."""
     check_first_step(restored(tmp_path, "parallel.data_sharding=fsdp", "model.stack.repeats=1"))
 
 

@@ -24,7 +24,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(config_file: Path, *settings: str) -> list[float]:
-    """Of a few steps, and of an evaluation after them."""
+    """The losses of a few steps, and of an evaluation after them."""
     cfg = load(config_file, "steps=3", "precision.compute=float32", *settings)
     run = set_up(cfg)
     losses = [info.loss for info in run.steps(STEPS)]
@@ -56,7 +56,7 @@ def test_the_model_learns(expected):
 
 @pytest.mark.slow
 def test_the_model_learns_as_printed_on_the_page(config_file):
-    """With the settings of the page: in bfloat16."""
+    """The settings are those of the page, so it trains in bfloat16."""
     run = set_up(load(config_file, "steps=3", "parallel.data=1"))
     first, *_, last = [info.loss for info in run.steps(STEPS)]
     run.close()

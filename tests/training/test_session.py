@@ -161,7 +161,7 @@ def test_visualize_shows_every_weight_and_its_devices(run, capsys, monkeypatch):
 
 
 def test_displays_at_a_prompt_are_short(run):
-    """Of each object of a notebook; `pretty` is what IPython prints."""
+    """The text of each object of a notebook; `pretty` is what IPython prints."""
     donated = run.state
     (info,) = run.steps(1)  # Takes the arrays of the old state.
     values = {"run": run, "state": run.state, "model": run.model, "batches": run.batches, "info": info, "cfg": run.cfg}
@@ -185,7 +185,7 @@ def test_displays_at_a_prompt_are_short(run):
 
 
 def test_all_problems_are_reported_before_anything_is_built():
-    """Also problems of single settings, which a config written in Python has not been checked for."""
+    """A config written in Python has not been checked for problems of single settings; they are named too."""
     cfg = run_config(model=model(heads=4, kv_heads=3), parallel=ParallelConfig(tensor=0))
     with pytest.raises(ConfigError) as refused:
         set_up(cfg)

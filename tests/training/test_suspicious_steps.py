@@ -54,7 +54,7 @@ class Pause:
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:
-    """With a train step that takes the factors of drills; the guard of each test decides which steps have one."""
+    """Parts whose train step takes the factors of drills; the guard of each test decides which steps have one."""
     with_process_faults = ResilienceConfig(inject=("nan:step=1",))
     return prepare(run_config(steps=STEPS, model=model(repeats=1), resilience=with_process_faults))
 
@@ -133,7 +133,7 @@ def test_a_persistent_fault_ends_the_run(parts):
 
 @pytest.mark.slow
 def test_weights_with_nonfinite_gradients_are_named(monkeypatch):
-    """Only if a step was nonfinite twice: otherwise nothing is compiled or computed for it."""
+    """Nothing is compiled or computed for it unless a step was nonfinite twice."""
     path, original = "stack.blocks.0.mlp.up", Program.grad_fn
 
     def poisoned(program: Program, **options):

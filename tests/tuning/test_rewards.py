@@ -34,7 +34,7 @@ def other(prompt, answer, row):
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardWorkers]:
     file = tmp_path_factory.mktemp("rewards") / "functions.py"
     file.write_text(FUNCTIONS)
-    workers = RewardWorkers([f"{file}:judge", f"{file}:other"], workers=2, seconds=3.0)
+    workers = RewardWorkers([f"{file}:judge", f"{file}:other"], workers=2, seconds=8.0)
     yield workers
     workers.close()
 
@@ -187,5 +187,5 @@ def test_what_functions_start_ends_with_the_run(tmp_path: Path, number: int) -> 
             assert time.monotonic() < deadline, left(mark)
             time.sleep(0.05)
         run.send_signal(number)
-        run.wait(60)
+        run.wait(100)
     until_none_is_left(mark, 60)

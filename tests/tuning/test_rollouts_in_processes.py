@@ -60,7 +60,7 @@ sys.exit(main(sys.argv[1:]))
 """
 """A run whose process 0 is killed while the answers of its second rollout are sampled, if that file is there."""
 SIZES = ("data.prompts=8", "data.answers=8", "data.passes=2", "batch.global_size=8", "batch.micro_size=2")
-SETTINGS = ("logging.report=false", "data.rewards=rewards.py:reward", "data.reward_weights=1", "data.reward_seconds=1")
+SETTINGS = ("logging.report=false", "data.rewards=rewards.py:reward", "data.reward_weights=1", "data.reward_seconds=4")
 LAYOUT = ("parallel.data=2", "parallel.data_sharding=fsdp", "model.objective.kl_weight=0.1", "steps=8")
 
 

@@ -78,7 +78,7 @@ def test_target_config(name: str) -> None:
 
 
 def test_usable_memory_is_what_a_run_reserves() -> None:
-    """Of the memory that CUDA reports, the share of `xla.memory_fraction`; an H100 reports 79.1 to 79.2 GiB of 80."""
+    """The limit is the share `xla.memory_fraction` of what CUDA reports; an H100 reports 79.1 to 79.2 GiB of 80."""
     environment: dict[str, str] = {}
     set_process(XlaConfig(), environment)
     share = float(environment["XLA_CLIENT_MEM_FRACTION"])

@@ -175,7 +175,7 @@ backend_config={"known_trip_count":{"n":"20"}}
 
 
 def test_a_branch_counts_by_its_frequency() -> None:
-    """Of 20 ticks, named work runs in 8, idle ticks copy; two equal chunks have half of the ticks each."""
+    """Named work runs in 8 of 20 ticks, and idle ticks copy; two equal chunks have half of the ticks each."""
     marked = 'metadata={op_name="jit(step)/runs_8_of_20/cond"}'
     pipelined = audit(BRANCHES.replace("{%idle, %working}", "{%idle, %working}, " + marked))
     assert [one.name for one in pipelined.kernels] == ["copied", "sum", "sum", "twice", "kernel", "softmax"]
@@ -193,7 +193,7 @@ def test_a_loop_of_unknown_trip_count_runs_as_often_as_the_loop_over_microbatche
 
 
 def test_a_loop_of_at_most_one_trip_counts_by_the_frequency_in_its_name() -> None:
-    """Of 20 ticks: a loop of at most one trip that runs in 8 of them."""
+    """The loop here runs in 8 of 20 ticks."""
     loop = """
   %maybe_loop = (s32[], f32[256]{0}) while(%t), condition=%go, body=%inner, metadata={op_name="a/runs_8_of_20/while"}
 """

@@ -41,7 +41,7 @@ def test_a_step_by_costs_has_the_same_numbers() -> None:
 
 
 def test_processes_with_different_schedules_say_so() -> None:
-    """Before the first step: in different orders, their collectives would wait for each other."""
+    """The difference is found before the first step: in other orders, their collectives would wait for each other."""
     lowered = SimpleNamespace(compile=lambda: None)
     program = SimpleNamespace(
         mesh=build_mesh(ParallelConfig(data=1)),
