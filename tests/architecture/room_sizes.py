@@ -74,10 +74,15 @@ def budgets(text: str) -> dict[str, Size]:
     return {room: Size(int(lines), int(files)) for room, lines, files in filter(None, rows)}
 
 
-def written(table: Mapping[str, Size]) -> str:
-    """The text of a table of budgets."""
+def written(table: Mapping[str, Size], raised: str = "") -> str:
+    """The text of a table of budgets. raised: the comment lines at its end, one for each rise."""
     head = "# Budgets of the rooms: lines and files, as tests/architecture/room_sizes.py counts them. They only fall.\n"
-    return head + "".join(f"{room:<14}{size.lines:>7}{size.files:>5}\n" for room, size in table.items())
+    return head + "".join(f"{room:<14}{size.lines:>7}{size.files:>5}\n" for room, size in table.items()) + raised
+
+
+def comments(text: str) -> str:
+    """The comment lines below a table."""
+    return "".join(line for line in text.splitlines(keepends=True)[1:] if line.startswith("#"))
 
 
 def git(*words: str, text: bytes = b"") -> bytes:
@@ -90,10 +95,11 @@ def main() -> None:
     parser.add_argument("--since", metavar="REV")
     parser.add_argument("--lower", action="store_true")
     options, now = parser.parse_args(), of_the_tree()
-    limits = budgets(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else dict(now)
+    text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    limits = budgets(text) or dict(now)
     if options.lower:
         kept = {room: Size(*map(min, zip(limits.get(room, size), size, strict=True))) for room, size in now.items()}
-        TABLE.write_text(written(kept), encoding="utf-8")
+        TABLE.write_text(written(kept, comments(text)), encoding="utf-8")
     try:
         before = of_commit(options.since) if options.since else limits
     except subprocess.CalledProcessError:
