@@ -1,7 +1,7 @@
 """Families of decoders: names and shapes of transformers, round trips of config.json and bytes, refusals.
 
 Names are written by hand after transformers 5.23.0, whose own tiny models gave the same names. Further families are
-compared with files of transformers in tests/oracle/test_decoder_families.py.
+compared with files of transformers in tests/oracle/test_decoders.py.
 """
 
 import json

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 FOLDER = Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / ".." / "shared" / "oracle")).resolve()
+FURTHER = FOLDER.parent / "oracle3"
+"""Reference values of other libraries, beside those of Megatron-LM."""
 
 
 def load_json(name: str) -> Any:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from megatron_cases import FOLDER as ORACLE
+from megatron_cases import FURTHER
 
 from megajax.precision.block_recipes import RoundedRows, _by_reference
 from megajax.precision.blocks import BlockFormat, quantize
 from megajax.precision.matmul import terms
 
-FOLDER = ORACLE.parent / "oracle3" / "quant"
+FOLDER = FURTHER / "quant"
 FILES = [FOLDER / f"{name}.npz" for name in ("mx_nvfp4", "fp8_blockwise")]
 if not all(path.is_file() for path in FILES):
     pytest.skip(f"no {FILES[0]}", allow_module_level=True)

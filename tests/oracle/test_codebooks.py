@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from megatron_cases import FOLDER as ORACLE
+from megatron_cases import FURTHER
 
 from megajax.precision.codebooks import NF4, DoubleScales, NormalFloat, dynamic_map
 from megajax.precision.quantization import GroupedCodes, unpack
 
-FILE = ORACLE.parent / "oracle3" / "quant" / "bnb_4bit_8bit.npz"
+FILE = FURTHER / "quant" / "bnb_4bit_8bit.npz"
 if not FILE.is_file():
     pytest.skip(f"no {FILE}", allow_module_level=True)
 ARRAYS = np.load(FILE)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from megatron_cases import FOLDER as ORACLE
+from megatron_cases import FURTHER
 
 from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses
 from megajax.kernels.distillation import Distillation
 
-FOLDER = ORACLE.parent / "oracle3" / "distillation"
+FOLDER = FURTHER / "distillation"
 if not FOLDER.is_dir():
     pytest.skip(f"no {FOLDER}", allow_module_level=True)
 CASES = json.loads((FOLDER / "distillation.json").read_text())

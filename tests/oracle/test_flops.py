@@ -38,10 +38,9 @@ def test_operations(case: str) -> None:
     cfg = run_of(theirs).model
     each, compare = cfg.flops(), Comparison(case)
     for rows, name in ((theirs["global_batch_size"], ""), (1, "_batch1")):
-        stored = theirs[f"num_floating_point_operations{name}"]
-        compare.check(
-            "operations", each.megatron * cfg.sequence_length * rows, stored, TOLERANCE, name=f"of {rows} rows"
-        )
+        actual, stored = each.megatron * cfg.sequence_length * rows, theirs.get(f"num_floating_point_operations{name}")
+        if stored is not None:
+            compare.check("operations", actual, stored, TOLERANCE, name=f"of {rows} rows")
     packed = theirs.get("flops_packed_example")
     if packed:
         # Rows of twice the length differ by core attention.
@@ -61,7 +60,11 @@ def without_experts(cfg: DecoderConfig, ffn: int) -> DecoderConfig:
     return replace(cfg, stack=cfg.stack.with_pattern(blocks))
 
 
-@pytest.mark.parametrize("case", cases(CASES))
+WITH_MEMORY = [case for case, theirs in CASES.items() if theirs.get("report_theoretical_memory_MB")]
+"""Megatron-LM reports no memory of hybrids."""
+
+
+@pytest.mark.parametrize("case", cases(WITH_MEMORY))
 def test_memory(case: str) -> None:
     """The report with the step's microbatches and without, and its two formulas for activations."""
     theirs, compare = CASES[case], Comparison(case)
@@ -70,22 +73,28 @@ def test_memory(case: str) -> None:
     counts = {"microbatches": stored["num_microbatches"], "data": theirs["data_parallel_size"]}
     setting = MemorySetting.of(run.parallel, run.model.recompute, micro_size=run.batch.micro_size, **counts)
     actual, dense = memory_report(run.model, setting), without_experts(run.model, theirs["ffn_hidden_size"])
-    compare.check("memory", actual.weights, theirs["weight_and_optimizer_bytes"], TOLERANCE, name="of weights")
+    if "weight_and_optimizer_bytes" in theirs:
+        compare.check("memory", actual.weights, theirs["weight_and_optimizer_bytes"], TOLERANCE, name="of weights")
     expected = stored["weight_optimizer"], stored["activation"], stored["total"]
     for one, other, name in (
         (setting, expected, "in all"),
-        (replace(setting, microbatches=None), theirs["report_num_microbatches_None_MB"], "full"),
+        (replace(setting, microbatches=None), theirs.get("report_num_microbatches_None_MB"), "full"),
     ):
         weights, activations = memory_report(run.model, one).weights / MB, memory_report(dense, one).activations / MB
-        parts = [weights, activations, weights + activations]
-        compare.check("memory", parts, other, TOLERANCE, name=name)
+        if other is not None:
+            compare.check("memory", [weights, activations, weights + activations], other, TOLERANCE, name=name)
     for sequence, name in ((True, "sp"), (False, "without_sp")):
         (section,), head = dense.section_facts(), dense.head_facts()
         value = activation_bytes(section, head.columns, replace(setting, sequence=sequence))
-        compare.check("memory", value, theirs[f"activation_bytes_{name}_formula"], TOLERANCE, name=name)
-    parameters = actual.layer_parameters + actual.embedding_parameters
-    said = {line.partition(" in billions: ")[0]: line.rpartition(" ")[2] for line in theirs["verbose_stdout"]}
-    compare.check("parameters", parameters / 1e9, float(said["Total number of parameters"]), 0.0051, scale=1.0)
-    shard = float(said["Number of parameters in most loaded shard"])
-    compare.check("parameters", actual.most_loaded / 1e9, shard, 0.000051, scale=1.0)
+        if (bytes_of := theirs.get(f"activation_bytes_{name}_formula")) is not None:
+            compare.check("memory", value, bytes_of, TOLERANCE, name=name)
+    said = {line.partition(" in billions: ")[0]: line.rpartition(" ")[2] for line in theirs.get("verbose_stdout", ())}
+    whole, shard = (
+        said.get(name) for name in ("Total number of parameters", "Number of parameters in most loaded shard")
+    )
+    if whole is not None:
+        parameters = actual.layer_parameters + actual.embedding_parameters
+        compare.check("parameters", parameters / 1e9, float(whole), 0.0051, scale=1.0)
+    if shard is not None:
+        compare.check("parameters", actual.most_loaded / 1e9, float(shard), 0.000051, scale=1.0)
     compare.finish()

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from megatron_cases import FOLDER as ORACLE
+from megatron_cases import FURTHER
 
 from megajax.kernels.ssm.chunks import runs_of
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta, gated_delta_reference, unit_length
 
-FILE = ORACLE.parent / "oracle3" / "gated_delta" / "gated_delta.npz"
+FILE = FURTHER / "gated_delta" / "gated_delta.npz"
 if not FILE.is_file():
     pytest.skip(f"no {FILE}", allow_module_level=True)
 ARRAYS = np.load(FILE)

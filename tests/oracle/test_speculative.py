@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from megatron_cases import FOLDER as ORACLE
+from megatron_cases import FURTHER
 
 from megajax.inference.sampling.choose import Choosing, Drawing, RowSampling, choose
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.sharding_rules import Plan
 
-FILE = ORACLE.parent / "oracle3" / "speculative" / "acceptance.npz"
+FILE = FURTHER / "speculative" / "acceptance.npz"
 if not FILE.is_file():
     pytest.skip(f"no {FILE}", allow_module_level=True)
 ARRAYS = np.load(FILE)

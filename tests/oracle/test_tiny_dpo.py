@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_cases import FOLDER as ORACLE
+from megatron_cases import FURTHER
 
 import megajax as mj
 from megajax.job.job import train
 from megajax.metrics.record import read_metrics
 
-FOLDER = ORACLE.parent / "oracle3" / "preference"
+FOLDER = FURTHER / "preference"
 CASES = sorted(FOLDER.glob("tiny_dpo_*"))
 
 
