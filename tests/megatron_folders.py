@@ -16,6 +16,27 @@ from megajax.interop.megatron.checkpoints.pickles import Name, Record
 
 type Arrays = Mapping[str, np.ndarray]
 
+SHARED: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "kv_channels": 4, "ffn_hidden_size": 24,
+    "seq_length": 8, "max_position_embeddings": 8, "vocab_size": 29, "padded_vocab_size": 32, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "position_embedding_type": "learned_absolute", "normalization": "LayerNorm",
+    "consumed_train_samples": 56, "transformer_impl": "transformer_engine",
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    **SHARED, "swiglu": True, "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": 1}
+T5 = {**SHARED, "encoder_seq_length": 8, "decoder_seq_length": 6, "decoder_num_layers": 2, "num_layers": 2}
+MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "gpt": ({**SHARED, "bias_gelu_fusion": False}, "pretrain_gpt.py"),
+    "llama": (LLAMA, "pretrain_gpt.py"),
+    "mixtral": (MIXTRAL, "pretrain_gpt.py"),
+    "bert": (SHARED, "pretrain_bert.py"),
+    "t5": (T5, "pretrain_t5.py"),
+}
+"""Name -> arguments, and the script that trains it."""
+
 ROWS = re.compile(r"linear_(qkv|q|kv|fc1)\.(weight|bias)$|word_embeddings\.weight$|output_layer\.(weight|bias)$")
 COLUMNS = re.compile(r"linear_(proj|fc2)\.weight$")
 LAYER = re.compile(r"^(\w+\.layers)\.(\d+)\.(.*)$")

@@ -170,25 +170,6 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
     return folder
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_folder_is_read_as_written(kind: str, tmp_path: Path) -> None:
-    lora = replace(LORA, targets=("*.mixer.*",) if kind == "llama" else ("*.output", "*.up"), dropout=0.1)
-    model = replace(base(kind).model, lora=lora)
-    weights = random_weights(model)
-    config, tensors = adapter_files(model, families()[kind], weights, None)
-    adapter = adapter_of(write_adapter(tmp_path / "adapter", config, tensors), kind)
-    assert replace(adapter.model.lora, targets=lora.targets) == lora
-    assert set(adapter.shapes) == {path for path in weights.shapes if ".lora_" in path}
-    for path in adapter.shapes:
-        np.testing.assert_array_equal(read_weight(adapter, path), weights.weights[path])
-    joined = JoinedWeights(weights, adapter)
-    assert set(joined.shapes) == set(weights.shapes)
-    converted = adapter_files(adapter.model, families()[kind], joined, None)
-    assert converted[0] == config and all(
-        np.array_equal(converted[1][name], tensor) for name, tensor in tensors.items()
-    )
-
-
 def test_ranks_and_scales_and_layers_may_differ(tmp_path: Path) -> None:
     rng, before = np.random.default_rng(0), "base_model.model.model.layers"
     shapes = {f"{before}.0.self_attn.q_proj": (3, 12, 16), f"{before}.1.self_attn.q_proj": (2, 12, 16),

@@ -86,8 +86,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "siglip, classes": {"model_type": "siglip", "architectures": ["SiglipForImageClassification"],
         "vision_config": SIGLIP, "num_labels": 4},
     "llava": LLAVA,
-    "llava, windows": {**LLAVA, "text_config": {"model_type": "mistral", **TEXT, "sliding_window": 8}},
-    "llava, qwen": {**LLAVA, "text_config": {"model_type": "qwen2", **TEXT}, "vision_config": SIGLIP,
+    "llava, windows": {**LLAVA,
+        "text_config": {"model_type": "mistral", **TEXT, "num_key_value_heads": 1, "sliding_window": 8}},
+    "llava, qwen": {**LLAVA, "text_config": {"model_type": "qwen2", **TEXT, "num_key_value_heads": 2},
+        "vision_config": SIGLIP,
         "vision_feature_select_strategy": "full", "vision_feature_layer": -1},
 }  # fmt: skip
 
@@ -110,16 +112,6 @@ def described(config: Mapping[str, Any]) -> Described:
 def random(table: list[MappedTensor]) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     return {tensor.name: draw.standard_normal(tensor.shape(), np.float32) for tensor in table}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_round_trip(case: str) -> None:
-    _, table = described(CONFIGS[case])
-    tensors = random(table)
-    for tensor in table:
-        pieces = tensor.to_weights(tensors[tensor.name])
-        assert [piece.shape for piece in pieces] == [piece.shape for piece in tensor.pieces]
-        np.testing.assert_array_equal(tensor.from_weights(pieces), tensors[tensor.name])
 
 
 def layer(prefix: str, matrices: Mapping[str, tuple[int, ...]], biases: bool = True) -> dict[str, tuple[int, ...]]:

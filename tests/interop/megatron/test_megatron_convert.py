@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from megatron_folders import Shares, write_ranks, write_sharded
-from test_megatron_folders import MODELS, random_tensors
+from megatron_folders import MODELS, Shares, write_ranks, write_sharded
+from test_megatron_folders import random_tensors
 
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.checkpoint.zarr_reader import StoredArrays

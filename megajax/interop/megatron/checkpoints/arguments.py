@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megajax.config.errors import UserError
 from megajax.interop.megatron.flags.model import SINKS
 from megajax.interop.megatron.flags.moe import LOSSES, SCORES
 from megajax.layers.attention.config import AttentionConfig
@@ -26,8 +27,11 @@ def script_of(model: DecoderConfig) -> str:
 def arguments(model: DecoderConfig) -> dict[str, Any]:
     """The arguments of a model whose layers differ only in windows, rotation and experts.
 
-    Settings that have no argument are left out: the caller reads the arguments back and compares.
+    Settings that have no argument are left out: the caller reads the arguments back and compares. Raises UserError for
+    a model that no script of Megatron-LM trains from text.
     """
+    if not isinstance(model, DecoderConfig | BertConfig | T5Config):
+        raise UserError(f"Megatron-LM's arguments can't express the model: {type(model).__name__} reads no text")
     layers = [block for block, numbers in model.stack.stored() for _ in numbers]
     order = [number for _, numbers in model.stack.stored() for number in numbers]
     blocks = [block for _, block in sorted(zip(order, layers, strict=True), key=lambda pair: pair[0])]
