@@ -259,13 +259,15 @@ def formula_table(figures: Figures) -> Iterator[str]:
     """Formulas and compiled peaks, docs/planning.md."""
     yield "| config, devices | formula | compiled | |"
     yield "|---|---:|---:|---:|"
-    before = None
+    others = []
     for plan in sorted(PLANS, key=lambda plan: (list(CONFIGS).index(plan.config), plan.gpus)):
         peak, formula = (figures[plan.key][name] for name in ("peak_gib", "formula_peak_gib"))
-        place = (plan.config, plan.gpus)
-        name = f"the same, {plan.change}" if place == before else f"`{plan.config}`, {plan.gpus}"
-        before = place
-        yield f"| {name} | {formula:.1f} | {peak:.1f} | {formula / peak - 1:+.1%} |".replace("%", " %")
+        error = formula / peak - 1
+        if plan.change:
+            others.append(error)
+            continue
+        yield f"| `{plan.config}`, {plan.gpus} | {formula:.1f} | {peak:.1f} | {error:+.1%} |".replace("%", " %")
+    yield f"| {len(others)} with other settings | | | {min(others):+.1%} to {max(others):+.1%} |".replace("%", " %")
 
 
 def schedules_table(figures: Figures) -> Iterator[str]:

@@ -27,7 +27,7 @@ def program_audit(*, quick: bool = False) -> Iterator[dict[str, Any]]:
 
     Compiles gpt3.py:gpt3_1_3b and llama3.py for virtual H100s (extra aot; no GPU; two minutes). The compiler cannot
     time matmul kernels there, so its choice of them is not meaningful. Bytes are per device and step. --quick: only the
-    first program. docs/benchmarks.md describes the conclusions.
+    first program. docs/benchmarks.md has the table.
     """
     prepare()
     selected = dict(list(programs().items())[: 1 if quick else None])

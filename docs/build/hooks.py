@@ -11,6 +11,8 @@ from mkdocs.structure.pages import Page
 from docs.build.pages import notebooks, python_api, reference
 
 ROOT = Path(__file__).parents[2]
+FOUND_LAST = {"config_reference.md", "decisions.md", "foreign_flags.md", "python_api.md"}
+"""Pages that name everything and explain little: the search shows others first."""
 NAMED = re.compile(r"\[(\w+\.md)\]\((\1[^)]*)\)")
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 
@@ -34,6 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Name pages by their titles, and files outside of docs/ by their paths, as links where the repository is known."""
+    if page.file.src_uri in FOUND_LAST:
+        page.meta["search"] = {"boost": 0.01}
 
     def titled(found: re.Match) -> str:
         file = files.get_file_from_path(found[1])

@@ -62,7 +62,7 @@ def _add_options(settings: dict[str, Any], value: Text | Mark) -> list[Problem]:
     pairs = [part.removeprefix("--").partition("=") for part in parts]
     if not all(name and equals for name, equals, _ in pairs):
         message = f"expected name=value, got {_value_text(value)!r}"
-        return [Problem(f"--{XLA}", message, "e.g. --xla=xla_gpu_enable_triton_gemm=false; docs/benchmarks.md")]
+        return [Problem(f"--{XLA}", message, "e.g. --xla=xla_gpu_enable_triton_gemm=false; docs/compiler.md")]
     # An empty Text would be read as none.
     options = {name: Text(text) if text else "" for name, _, text in pairs}
     settings[XLA_OPTIONS] = Additions({**settings.get(XLA_OPTIONS, {}), **options})

@@ -3,7 +3,7 @@
 Options are passed to the compilation of a program and not through the environment: an unknown option is then an error
 of that compilation, while an unknown option in the environment ends the process. All work with jaxlib 0.11.2 and
 0.12.0.1; those that the installed version refuses are left out with a warning
-(`megajax.training.check_compiler_options`). docs/benchmarks.md has the measurements.
+(`megajax.training.check_compiler_options`). docs/compiler.md has what they change.
 """
 
 import ctypes

@@ -203,7 +203,7 @@ def test_the_optimizer_reads_each_weight_twice(case: Case) -> None:
 
 
 def test_gathers_of_fsdp_are_hidden() -> None:
-    """What a schedule by costs exposes of a step: see docs/benchmarks.md."""
+    """What a schedule by costs exposes of a step: see docs/compiler.md."""
     settings = ("batch.global_size=64", "model.recompute=selective", "batch.micro_size=1")
     scheduled = planned("llama3.py", *settings).scheduled
     assert scheduled is not None and scheduled.takes_costs and scheduled.matched > 0.95

@@ -358,7 +358,7 @@ KNOWN_FAULTS: tuple[KnownFault, ...] = (
         report="https://github.com/NVIDIA/TransformerEngine, fused_attn.cpp",
     ),
 )
-"""Reported faults that our calls can meet; docs/attention.md has the others, and what the reports say.
+"""Reported faults that our calls can meet; docs/attention.md has the others.
 
 A row may go when `PARTS=layers ONLY=faults benchmarks/gpu_check.sh` does not see its fault on the affected GPUs."""
 

@@ -139,7 +139,7 @@ class GatedDeltaNetConfig(HeadSharded, StateSpaceConfig):
     def moved(self, chunk: float) -> float:
         """`KernelWork.moved`: states, squares of chunks, and the rest.
 
-        The passes are those of compiled programs, in bfloat16 (docs/models.md#kernel-of-gated-delta-nets).
+        The passes are those of compiled programs, in bfloat16 (docs/models.md#config-of-gated-delta-nets).
         """
         states, pairs, keys = self.inner * self.key_dim / chunk, chunk * self.heads, self.heads * self.key_dim
         channels = keys * (len(self.decays) > 1)
