@@ -16,7 +16,10 @@ def _saves(figures: Figures) -> Iterator[tuple[str, str]]:
     saves, size = figures["save"], f"{figures['state_bytes'] / 1e6:,.0f} MB of state on {figures['devices']}"
     yield f"{size}: training waits for a save, seconds", _ends(saves["blocking_seconds"])
     yield "the save is committed, seconds", _ends(saves["total_seconds"])
-    yield "read on another layout, after a check; seconds", f"{figures['restore_on_another_layout']['read_seconds']:.2g}"
+    yield (
+        "read on another layout, after a check; seconds",
+        f"{figures['restore_on_another_layout']['read_seconds']:.2g}",
+    )
 
 
 def _rows_of_data(figures: Figures) -> Iterator[tuple[str, str]]:
@@ -32,11 +35,13 @@ def _rows_of_data(figures: Figures) -> Iterator[tuple[str, str]]:
 def _generation(figures: Figures) -> Iterator[tuple[str, str]]:
     bound, drafts = figures["bound"], figures["speculation"]
     rows = f"{figures['batch']} rows, {bound['weights_bytes'] / 4e6:.0f} M weights in float32"
-    yield f"decoding {rows}, tokens/s; share of the bound by bandwidth", (
-        f"{bound['tokens_per_second']:.0f}; {bound['share_of_bound']:.2f}"
+    yield (
+        f"decoding {rows}, tokens/s; share of the bound by bandwidth",
+        (f"{bound['tokens_per_second']:.0f}; {bound['share_of_bound']:.2f}"),
     )
-    yield "with drafts over without; drafted tokens that were accepted", (
-        f"{drafts['ratio']:.2f}; {drafts['accepted']} of {drafts['drafted']}"
+    yield (
+        "with drafts over without; drafted tokens that were accepted",
+        (f"{drafts['ratio']:.2f}; {drafts['accepted']} of {drafts['drafted']}"),
     )
 
 

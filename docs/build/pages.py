@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ imported on first use. [A model of your own](own_model.md) and [the engine](infe
 """
 NOTEBOOKS_HEAD = """# Notebooks
 
-They run on a CPU in minutes, download nothing, and are stored with the outputs of their own cells; a test runs them.
+For whoever learns by running cells. They run on a CPU in minutes, download nothing, and are stored with the outputs of
+their own cells, of which the first lines are below; a test runs them.
 
 ```bash
 uv run --extra plot --with jupyterlab jupyter lab notebooks
 ```
 """
+PLAIN = """[`plain_training.py`](../notebooks/plain_training.py) makes mesh, layout, model, shardings, optimizer, rows,
+step, loop, checkpoint and sample itself. Its losses are those of `megajax.train`, bit for bit."""
+OUTPUT_LINES, OUTPUT_WIDTH = 10, 110
+"""What is shown of the output of a section of a notebook."""
 
 
 def reference() -> str:
@@ -79,11 +85,35 @@ def notebooks(folder: Path, repository: str | None) -> str:
     for path in sorted(folder.glob("*.ipynb")):
         first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
         title, _, text = first.partition("\n")
-        lines += ["", f"## {title.lstrip('# ')}", "", text.strip(), "", f"`notebooks/{path.name}`"]
+        lines += ["", f"## {title.lstrip('# ')}", "", text.strip(), "", f"[`{path.name}`](../notebooks/{path.name})"]
         if repository:
             address = f"https://colab.research.google.com/github/{repository}/blob/main/notebooks/{path.name}"
             lines[-1] += f" · [Open in Colab]({address}){{ .md-button }}"
+        lines += _outputs(json.loads(path.read_text(encoding="utf-8"))["cells"])
+    lines += ["", "## One file from top to bottom", "", PLAIN]
     return "\n".join(lines) + "\n"
+
+
+def _outputs(cells: list[dict[str, Any]]) -> Iterator[str]:
+    """The first lines that the cells of each section print, and its pictures, below the section's title."""
+    sections: dict[str, tuple[list[str], list[str]]] = {"": ([], [])}
+    for cell in cells:
+        first = "".join(cell["source"]).partition("\n")[0]
+        if cell["cell_type"] == "markdown" and first.startswith("## "):
+            sections[first.lstrip("# ")] = ([], [])
+        printed, pictures = [*sections.values()][-1]
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            text = "".join(output.get("text", [])) or "".join(data.get("text/plain", []))
+            if "image/png" in data:
+                pictures.append("".join(data["image/png"]).replace("\n", ""))
+            elif "\x1b" not in text:  # colours of a terminal
+                printed += [line[:OUTPUT_WIDTH].rstrip() for line in text.splitlines()]
+    for title, (printed, pictures) in sections.items():
+        if title and (printed or pictures):
+            yield from ("", f"**{title}**")
+        yield from ("", "```", *printed[:OUTPUT_LINES], "```") if printed else ()
+        yield from (f"\n![{title}](data:image/png;base64,{picture})" for picture in pictures)
 
 
 def _signature(value: object) -> str:

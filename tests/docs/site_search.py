@@ -16,11 +16,17 @@ K1 = 1.2
 """How fast the count of a word saturates: lunr's default."""
 TAG = re.compile(r"<[^>]*>")
 STOP_WORDS = frozenset(
-    """a able about across after all almost also am among an and any are as at be because been but by can cannot could
-    dear did do does either else ever every for from get got had has have he her hers him his how however i if in into
-    is it its just least let like likely may me might most must my neither no nor not of off often on only or other our
-    own rather said say says she should since so some than that the their them then there these they this tis to too
-    twas us wants was we were what when where which while who whom why will with would yet you your""".split()
+    re.findall(
+        r"\w+",
+        (
+            "a able about across after all almost also am among an and any are as at be because been but by can cannot "
+            "could dear did do does either else ever every for from get got had has have he her hers him his how "
+            "however i if in into is it its just least let like likely may me might most must my neither no nor not of "
+            "off often on only or other our own rather said say says she should since so some than that the their them "
+            "then there these they this tis to too twas us wants was we were what when where which while who whom why "
+            "will with would yet you your "
+        ),
+    )
 )
 """lunr's words that are not indexed."""
 
@@ -61,7 +67,9 @@ class SiteSearch:
             page, _, anchor = section["location"].partition("#")
             score = self._score(matched, fields, section.get("boost", 1))
             if score > 0:
-                held = sum(any(word.startswith(term) for counts in fields.values() for word in counts) for term in terms)
+                held = sum(
+                    any(word.startswith(term) for counts in fields.values() for word in counts) for term in terms
+                )
                 score *= 1 + ((not anchor) + held / len(terms)) ** 2
                 best[page] = max(score, best.get(page, 0))
         return sorted(best, key=lambda page: -best[page])

@@ -59,7 +59,7 @@ def test_notebooks_have_badges_where_the_repository_has_an_address() -> None:
     folder = ROOT / "notebooks"
     plain, linked = pages.notebooks(folder, None), pages.notebooks(folder, "owner/name")
     for path in folder.glob("*.ipynb"):
-        assert f"`notebooks/{path.name}`" in plain
+        assert f"](../notebooks/{path.name})" in plain
         assert f"/github/owner/name/blob/main/notebooks/{path.name})" in linked
     assert "colab" not in plain
 
