@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from token_files import tokenizer, write, write_random
 
 from megajax.config.compose import problems_of
@@ -32,45 +34,32 @@ def by_definition(weights: list[float], rows: int, limits: list[int] | None = No
     return order
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.3, 0.7], [1, 1, 1], [1, 2, 3, 4], [0.1] * 10, [5, 1e-3, 2, 2]])
-def test_weighted_order(weights: list[float]) -> None:
-    """Includes ties and a boundary between blocks of rows."""
-    index = weighted_index(weights, 5000)
-    assert index.datasets.dtype == np.int16 and index.samples.dtype == np.int64
-    expected = by_definition(normalize_weights(weights).tolist(), 5000)
-    assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
+WEIGHTS = st.lists(st.integers(1, 9) | st.floats(1e-4, 9), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize("lengths", [[5], [3, 3], [1, 4500, 30], [7, 2, 2, 9]])
-def test_exhaustive_order(lengths: list[int]) -> None:
-    index = exhaustive_index(lengths)
-    assert np.bincount(index.datasets).tolist() == lengths
-    expected = by_definition([n / sum(lengths) for n in lengths], sum(lengths), lengths)
-    assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
+@settings(max_examples=150, deadline=None)
+@given(
+    weights=WEIGHTS | st.integers(1, 40).map(lambda count: [1.0] * count),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    size=st.sampled_from([4, 7, 150]),
+    chunk=st.sampled_from([7, 1 << 20]),
+)
+def test_rows_come_from_the_datasets_that_are_due(
+    weights: list[float], lengths: list[int], size: int, chunk: int
+) -> None:
+    """By weight, and until all are exhausted: with ties, and with borders of blocks and chunks.
 
-
-@pytest.mark.parametrize("equal", [True, False], ids=["equal weights", "random weights"])
-@pytest.mark.parametrize("size", [4, 7])
-def test_rows_come_from_the_datasets_that_are_due(monkeypatch: pytest.MonkeyPatch, size: int, equal: bool) -> None:
-    """With many datasets, only candidates are compared; includes ties, block boundaries and exhausted datasets."""
-    monkeypatch.setattr(blend_module, "MANY", size)
-    monkeypatch.setattr(blend_module, "BLOCK", size)
-    draw = np.random.default_rng(size)
-    for count in (size + 1, 2 * size, 40):
-        for _ in range(10):
-            weights = [1.0] * count if equal else draw.choice([draw.random(count), draw.random(count) ** 8]).tolist()
-            expected = by_definition(normalize_weights(weights).tolist(), 300)
-            assert weighted_index(weights, 300).datasets.tolist() == [dataset for dataset, _ in expected]
-            lengths = [3] * count if equal else draw.integers(1, 20, count).tolist()
-            expected = by_definition([n / sum(lengths) for n in lengths], sum(lengths), lengths)
-            assert exhaustive_index(lengths).datasets.tolist() == [dataset for dataset, _ in expected]
-
-
-def test_rows_are_numbered_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blend_module, "CHUNK", 7)
-    index = weighted_index([5, 1, 3], 100)
-    for dataset, count in enumerate(index.counts.tolist()):
-        assert index.samples[index.datasets == dataset].tolist() == list(range(count))
+    With many datasets, only candidates are compared.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MANY", size), ("BLOCK", size), ("CHUNK", chunk)):
+            patch.setattr(blend_module, name, value)
+        weighted, exhaustive = weighted_index(weights, 300), exhaustive_index(lengths)
+    assert weighted.datasets.dtype == np.int16 and weighted.samples.dtype == np.int64
+    shares, total = normalize_weights(weights).tolist(), sum(lengths)
+    whole = by_definition([n / total for n in lengths], total, lengths)
+    for index, expected in ((weighted, by_definition(shares, 300)), (exhaustive, whole)):
+        assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
 
 
 def test_sizes_round_up_twice() -> None:

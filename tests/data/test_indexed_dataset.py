@@ -6,10 +6,13 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from token_files import write
 
 from megajax.config.errors import UserError
@@ -27,19 +30,48 @@ from megajax.data.text.indexed_dataset import (
 DTYPES = [np.dtype(name) for name in CODES if name]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_round_trip(tmp_path: Path, dtype: np.dtype) -> None:
-    with IndexedWriter(tmp_path / "a.b", dtype) as writer:
-        writer.add_document([np.array([1, 2, 3], dtype)])
-        writer.add_document([])
-        writer.add_document([np.array([4], dtype), np.array([], dtype), np.array([5, 6], dtype)])
-    file = IndexedTokens(tmp_path / "a.b")
-    assert file.dtype == dtype and len(file) == 4 and file.documents == 3
-    assert file.lengths.tolist() == [3, 1, 0, 2] and file.document_table.tolist() == [0, 1, 1, 4]
-    assert [file.sequence(number).tolist() for number in range(4)] == [[1, 2, 3], [4], [], [5, 6]]
-    assert file.sequence(0, 1, 2).tolist() == [2] and file.sequence(0, 1, 99).tolist() == [2, 3]
-    assert [file.document_of(number) for number in range(4)] == [0, 2, 2, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx"]
+SEQUENCES = st.lists(st.integers(0, 99), max_size=4)
+DOCUMENTS = st.lists(st.lists(SEQUENCES, max_size=3), max_size=5)
+
+
+def write_documents(prefix: Path, documents: list[list[list[int]]], dtype: np.dtype, modes: bool) -> None:
+    """modes: each sequence has one, its number in the document."""
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(
+                [np.array(part, dtype) for part in document], [*range(len(document))] if modes else None
+            )
+
+
+@settings(max_examples=50, deadline=None)
+@given(first=DOCUMENTS, second=DOCUMENTS, dtype=st.sampled_from(DTYPES), modes=st.booleans())
+def test_files_are_read_as_written_and_merging_equals_writing_at_once(
+    first: list[list[list[int]]], second: list[list[list[int]]], dtype: np.dtype, modes: bool
+) -> None:
+    documents = [*first, *second]
+    modes = modes and any(first) and any(second)  # Without sequences a file does not show whether it has modes.
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for prefix, some in (("first", first), ("second", second), ("a.b", documents)):
+            write_documents(folder / prefix, some, dtype, modes)
+        with IndexedWriter(folder / "merged", dtype) as writer:
+            writer.append_index(folder / "first")
+            writer.append_index(folder / "second")
+        for path in (index_path, tokens_path):
+            assert path(folder / "merged").read_bytes() == path(folder / "a.b").read_bytes()
+        assert sorted(path.name for path in folder.glob("a.b*")) == ["a.b.bin", "a.b.idx"]
+        assert has_modes(folder / "a.b") == modes
+        file = IndexedTokens(folder / "a.b", multimodal=modes)
+    sequences = [part for document in documents for part in document]
+    owners = [number for number, document in enumerate(documents) for _ in document]
+    assert file.dtype == dtype and (len(file), file.documents) == (len(sequences), len(documents))
+    assert [file.sequence(number).tolist() for number in range(len(file))] == sequences
+    assert [file.sequence(number, 1, 99).tolist() for number in range(len(file))] == [part[1:] for part in sequences]
+    assert [file.document_of(number) for number in range(len(file))] == owners
+    assert file.document_table.tolist() == [0, *np.cumsum([len(document) for document in documents]).tolist()]
+    assert file.read_all().tolist() == [token for part in sequences for token in part]
+    of_modes = [place for document in documents for place in range(len(document))]
+    assert (None if file.modes is None else file.modes.tolist()) == (of_modes if modes else None)
 
 
 def test_the_header_equals_the_published_one(tmp_path: Path) -> None:
@@ -50,39 +82,17 @@ def test_the_header_equals_the_published_one(tmp_path: Path) -> None:
     assert tokens_path(tmp_path / "a").read_bytes() == struct.pack("<3H", 1, 2, 3)
 
 
-def test_modes(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "m", np.dtype(np.int32)) as writer:
-        writer.add_document([np.array([1, 2]), np.array([3])], [0, 1])
-    assert has_modes(tmp_path / "m")
-    file = IndexedTokens(tmp_path / "m", multimodal=True)
-    assert file.modes is not None and file.modes.tolist() == [0, 1]
+def test_files_of_other_kinds_are_not_mixed(tmp_path: Path) -> None:
+    write_documents(tmp_path / "m", [[[1, 2], [3]]], np.dtype(np.int32), modes=True)
     with pytest.raises(UserError, match="multimodal=True"):
         IndexedTokens(tmp_path / "m")
     with IndexedWriter(tmp_path / "mm", np.dtype(np.int32)) as writer:
         writer.append_index(tmp_path / "m")
-        writer.append_index(tmp_path / "m")
         with pytest.raises(UserError, match="with and without modes"):
             writer.add_document([np.array([1])])
-    merged = IndexedTokens(tmp_path / "mm", multimodal=True)
-    assert merged.modes is not None and merged.modes.tolist() == [0, 1, 0, 1]
-    assert merged.document_table.tolist() == [0, 2, 4]
-
-
-def test_merging_equals_writing_at_once(tmp_path: Path) -> None:
-    first, second = [[1, 2], [], [3]], [[4, 5, 6]]
-    write(tmp_path / "first", first)
-    write(tmp_path / "second", second)
-    write(tmp_path / "both", first + second)
-    with IndexedWriter(tmp_path / "merged", np.dtype(np.uint16)) as writer:
-        writer.append_index(tmp_path / "first")
-        writer.append_index(tmp_path / "second")
-    for path in (index_path, tokens_path):
-        assert path(tmp_path / "merged").read_bytes() == path(tmp_path / "both").read_bytes()
-    write(tmp_path / "wide", second, np.int32)
-    with (
-        pytest.raises(UserError, match="int32, cannot be merged"),
-        IndexedWriter(tmp_path / "x", np.dtype("u2")) as writer,
-    ):
+    write(tmp_path / "wide", [[4, 5, 6]], np.int32)
+    narrow = IndexedWriter(tmp_path / "x", np.dtype("u2"))
+    with pytest.raises(UserError, match="int32, cannot be merged"), narrow as writer:
         writer.append_index(tmp_path / "wide")
 
 
@@ -181,9 +191,3 @@ def test_sizes_are_checked(tmp_path: Path, suffix: str, change: str) -> None:
         path.unlink()
     with pytest.raises(UserError, match="no such file" if change == "missing" else r"expected .* found \d+ bytes"):
         IndexedTokens(tmp_path / "a")
-
-
-def test_a_file_without_sequences(tmp_path: Path) -> None:
-    write(tmp_path / "a", [])
-    file = IndexedTokens(tmp_path / "a")
-    assert len(file) == 0 and file.documents == 0 and file.read_all().size == 0
