@@ -47,7 +47,7 @@ WEIGHTS = st.lists(st.integers(1, 9) | st.floats(1e-4, 9), min_size=1, max_size=
 def test_rows_come_from_the_datasets_that_are_due(
     weights: list[float], lengths: list[int], size: int, chunk: int
 ) -> None:
-    """By weight, and until all are exhausted: with ties, and with borders of blocks and chunks.
+    """They come by weight, or until all are exhausted, with ties and over borders of blocks and chunks.
 
     With many datasets, only candidates are compared.
     """

@@ -158,7 +158,7 @@ def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("packing", "conversations"), [("best_fit", 1), ("balanced", 1), ("lines", 2)])
 def test_a_system_message_cuts_a_line_for_rows_of_lines_alone(tmp_path: Path, packing: str, conversations: int) -> None:
-    """As in Megatron-LM, whose lines may hold several conversations; otherwise later messages see earlier ones."""
+    """Lines of Megatron-LM may hold several conversations; elsewhere, later messages see earlier ones."""
     line = {"messages": chat("a", "b", "S")["messages"] + chat("c", "d", "T")["messages"]}
     row = splits(write(tmp_path / "c", [line]), 80, packing=packing).train[0]
     assert text(row["tokens"]).rstrip("|").count("|") == conversations - 1

@@ -146,7 +146,7 @@ def megatron_index(lengths: list[int], rows: int, length: int, seed: int, extra:
 )
 @example(lengths=[10] * 10, rows=10, extra=1, length=10, seed=1)
 def test_rows_are_those_of_megatron(lengths: list[int], rows: int, extra: int, length: int, seed: int) -> None:
-    """Also of a split that is smaller than a row, which is repeated, and of a last epoch that stays last."""
+    """A split may be smaller than a row, and is then repeated; a last epoch may stay last."""
     request = IndexRequest(first=0, last=len(lengths), rows=rows, sequence_length=length, seed=seed, extra=extra)
     index = build_index(np.array(lengths, np.int32), request, "x")
     first, tokens = np.cumsum([0, *lengths]), []

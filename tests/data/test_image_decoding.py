@@ -63,7 +63,7 @@ def test_cmyk() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation(orientation: int) -> None:
-    """Also where JPEG is decoded at a smaller size."""
+    """It holds where JPEG is decoded at a smaller size too."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = io.BytesIO()

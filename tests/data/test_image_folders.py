@@ -134,7 +134,7 @@ def test_skipped_rows_are_replaced_the_same_way_and_counted(tmp_path: Path) -> N
 
 
 def test_threads_read_the_same_rows(tmp_path: Path) -> None:
-    """Also across many passes, whose orders are made while others are read."""
+    """They do over many passes, whose orders are made while others are read."""
     options = {"split": "1", "on_error": "skip", "maximum_pixels": 1_000_000, "augment": AugmentConfig(colour=0.3)}
     sequential, shared = (classes(broken(tmp_path), Rows(130), **options).train for _ in range(2))
     with ThreadPoolExecutor(8) as pool:

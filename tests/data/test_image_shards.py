@@ -63,7 +63,7 @@ NAMES = ["a.jpg", "b/c.cls", "d" * 96 + ".jpg", "e/" * 60 + "f.png", "g" * 150 +
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("seconds", [0, 1.5])
 def test_members_are_those_of_tarfile(tmp_path: Path, format: int, seconds: float) -> None:
-    """Also with folders and links, long names, and the extra headers that webdataset's fractions of seconds cause."""
+    """The archive has folders, links, long names, and the extra headers of webdataset's fractions of seconds."""
     with tarfile.open(tmp_path / "a.tar", "w", format=format) as archive:
         for number, name in enumerate(NAMES):
             if format == tarfile.USTAR_FORMAT and len(name) > 100 and number != 3:

@@ -147,7 +147,7 @@ def test_damage_is_named(tmp_path: Path, fault: str) -> None:
 
 
 def test_a_large_index_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at each start: with 10^9 sequences it has 20 GB."""
+    """It is not checked at each start, since with 10^9 sequences it has 20 GB."""
     write(tmp_path / "a", [[1, 2], [3], [4]])
     damage(index_path(tmp_path / "a"), 38, struct.pack("<i", 3))  # the length of a sequence in the middle
     monkeypatch.setattr(indexed_dataset, "CHECK_ROWS", 2)

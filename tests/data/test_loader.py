@@ -262,7 +262,7 @@ def test_balanced_rows_of_growing_steps() -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4, 1), (1, 2, 1, 4, 1), (1, 1, 1, 4, 2)], ids=str)
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: int, processes: int) -> None:
-    """With context over processes, each reads full rows, and the blocks of devices equal those of one process."""
+    """Where context is over processes, each reads full rows, and the blocks of devices equal those of one process."""
     sharding, rows_sharding = layout(sizes), SequenceSharding(4, rounds)
     schema = batch_schema(text_schema(16, 10_000), LEAVES)
     rows = [{name: (row * 16 + np.arange(16)).astype(dtype) for name, dtype in LEAVES.items()} for row in range(G)]

@@ -64,7 +64,7 @@ MARK = "\ufeff".encode()
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("options", [{}, {"chunk_bytes": 8}, {"partitions": 3}])
 def test_a_byte_order_mark_is_not_text(tmp_path, rule, options):
-    """Only at the beginning of a file; pairs of files too."""
+    """It is removed at the beginning of a file alone, in pairs of files too."""
     text = "first\n\n= second\n\ufeffthird\n".encode()
     for name, data in (("a", text), ("b", MARK + text), ("c", MARK + b"one\ntwo\n")):
         (tmp_path / f"{name}.txt").write_bytes(data)

@@ -82,7 +82,7 @@ def test_process_0_alone_reads_what_all_need(kind: str, tmp_path: Path, monkeypa
 
 
 def test_a_run_goes_on_where_the_same_data_is(tmp_path: Path, monkeypatch) -> None:
-    """From a disk to a store and back, without checkpoint.changed_data; other tokens of the same size are refused."""
+    """It goes from a disk to a store and back without checkpoint.changed_data. Other tokens are refused."""
     with SERVERS["s3"]() as variables, gangs.started(tmp_path) as start:
         for name, value in (variables | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
             monkeypatch.setenv(name, value)

@@ -188,7 +188,7 @@ def test_a_cache_that_cannot_be_written_is_one_message(bucket: str, tmp_path: Pa
 
 
 def test_messages_have_no_credentials(tmp_path: Path, monkeypatch) -> None:
-    """Also if the server echoes them: from the environment, from a profile, and of a machine's role."""
+    """The server echoes them here: from the environment, from a profile, and of a machine's role."""
     profile = "[default]\naws_access_key_id = PROFILEKEY\naws_secret_access_key=profile/s+c\n"
     (tmp_path / "credentials").write_text(profile)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))

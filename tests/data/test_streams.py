@@ -178,7 +178,7 @@ def test_columns_that_are_not_texts_are_refused_at_the_start(suffix: str, tmp_pa
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "tar", "array_record"])
 def test_objects_that_are_not_texts_are_refused_with_their_place(suffix: str, tmp_path: Path, monkeypatch) -> None:
-    """At the start if it is one of the first documents, or else when it is read."""
+    """This happens at the start if it is one of the first documents, or else when it is read."""
     monkeypatch.setattr(files, "LINES_BYTES", 300)
     for line, message in (
         ('{"text": 5}', "key 'text' holds a number, not a string"),

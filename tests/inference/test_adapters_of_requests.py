@@ -72,7 +72,7 @@ def compiled(model: LoadedModel) -> Programs:
 
 
 def engine_of(programs: Programs, slots: int = 0, blocks: int = 64) -> Engine:
-    """With this many of the slots and blocks."""
+    """An engine with this many of the slots and blocks."""
     device = ModelDevice(programs, VOCABULARY)
     device.blocks = blocks
     return Engine(device, adapters=AdapterTable(slots, programs.write_adapter))
@@ -101,7 +101,7 @@ def base() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def adapters() -> dict[str, Drawn]:
-    """On all matrices, and on one with a lower rank."""
+    """One adapter is on all matrices, and one, with a lower rank, on one."""
     return {"a": Drawn(LLAMA, LoRAConfig(rank=3, alpha=4.5), 1), "b": Drawn(LLAMA, ONE_MATRIX, 2)}
 
 
@@ -140,7 +140,7 @@ def answered(merged: dict[str | None, Engine], asked: list[Client]) -> list[Clie
 def test_rows_of_different_adapters_in_the_same_steps(
     slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn], blocks: int
 ) -> None:
-    """Also with preempted rows, and with equal prompts, whose blocks are shared by requests of one adapter alone."""
+    """Rows are preempted, and only requests of one adapter share the blocks of equal prompts."""
     engine = engine_of(slots, 3, blocks)
     for name, adapter in adapters.items():
         load(engine, name, adapter)
@@ -180,7 +180,7 @@ def test_drafts_are_verified_with_the_adapter_of_their_row(
 def test_no_block_is_shared_between_adapters(
     slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn]
 ) -> None:
-    """Nor between adapters that had the same slot or the same name one after the other."""
+    """Adapters that had the same slot or the same name one after the other share none either."""
     engine = engine_of(slots, 1)
     answers, shared = [], []
     for adapter in adapters.values():

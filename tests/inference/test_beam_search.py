@@ -51,7 +51,7 @@ def answers(model: Table, length_penalty: float) -> list[tuple[float, tuple[int,
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.5, 1.0, 2.0])
 def test_a_beam_of_all_answers_finds_the_best_ones(length_penalty: float) -> None:
-    """With as many beams as texts, none is ever dropped."""
+    """There are as many beams as texts, so none is ever dropped."""
     for seed in range(10):
         model = Table(seed)
         wide = BeamSearch(beams=IDS**LIMIT, limit=LIMIT, end_tokens=frozenset({END}), length_penalty=length_penalty)

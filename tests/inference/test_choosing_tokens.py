@@ -115,7 +115,7 @@ def by_hand(logits: np.ndarray, rows: RowSampling, history: np.ndarray) -> np.nd
 
 
 def probabilities(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Of one row of logits, float64 [V], by sorting."""
+    """The probabilities of one row of logits, float64 [V], by sorting."""
     if temperature == 0:
         return np.eye(len(x))[x.argmax()]
     p = np.exp((x - x.max()) / np.float64(temperature))
@@ -258,7 +258,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     order = generator.permutation(ROWS)
 
     def mixed(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Half of the rows, in another order, among other rows."""
+        """Puts half of the rows, in another order, among other rows."""
         out = np.array(second)
         out[order[:4]] = first[:4]
         return out

@@ -50,7 +50,7 @@ def byte_level(folder: Path) -> Tokenizer:
 
 
 def byte_fallback(folder: Path) -> Tokenizer:
-    """As in the files of Llama 2: an invalid byte spoils all bytes of its run."""
+    """The decoder of Llama 2's files: an invalid byte spoils all bytes of its run."""
     library = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *BYTES, "▁", "▁the", "▁▁", "fox", ",", "猫", "\n", "\N{REPLACEMENT CHARACTER}"]
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -184,7 +184,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 
 
 def until_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
-    """By reading one character after another."""
+    """The text until a stop string, found by reading one character after another."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

@@ -128,7 +128,7 @@ BERT = BertConfig(
 
 
 def states_of_encoder(model: LoadedModel, prompts: list[list[int]]) -> np.ndarray:
-    """Of the trainer's whole model, the states before its heads, [prompts, LONGEST, D]."""
+    """The states before the heads of the trainer's whole model, [prompts, LONGEST, D]."""
     rows, segments = np.zeros((2, len(prompts), LONGEST), np.int32)
     for number, prompt in enumerate(prompts):
         rows[number, : len(prompt)], segments[number, : len(prompt)] = prompt, 1

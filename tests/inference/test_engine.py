@@ -300,7 +300,7 @@ def test_scores_of_tokens() -> None:
 
 @pytest.mark.parametrize("blocks", [64, 13])
 def test_scores_of_the_prompt_are_complete_and_come_first(blocks: int) -> None:
-    """Also where the prompt is in the cache, and where the row is preempted within its prompt."""
+    """The prompt may be in the cache, and the row may be preempted within its prompt."""
     engine = Engine(StandIn(blocks=blocks))
     prompt = list(range(40))
     serve(engine, Client(prompt, max_tokens=2))
@@ -481,7 +481,7 @@ def test_an_error_of_the_device_ends_everything() -> None:
 
 
 def beams_of(prompt: Sequence[int], beams: int, length: int, end_tokens: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """By extending whole sequences, without rows and blocks; scores as of `StandIn`."""
+    """The best beams, found by extending whole sequences without rows and blocks. Scores are those of `StandIn`."""
     device, running, finished = StandIn(), [((), 0.0)], []
     for extra in range(1, length + 1):
         options = []

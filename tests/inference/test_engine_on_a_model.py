@@ -22,7 +22,7 @@ WINDOWS = decoder(replace(HEADS, rope=ROPE, window=5), replace(HEADS, rope=ROPE,
 
 
 def device_of(model: LoadedModel, blocks: int, programs: Choosing) -> ModelDevice:
-    """With steps compiled for the settings up to these."""
+    """A device whose steps are compiled for the settings up to these."""
     compiled = programs_of(model, choosers(VOCABULARY)[: programs + 1], chunks=(0, CHUNK), blocks=blocks)
     assert len(list(compiled.compile())) == compiled.count == 2 + programs + 1
     return ModelDevice(compiled, VOCABULARY)
@@ -35,7 +35,7 @@ def llama() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def full(llama: LoadedModel) -> ModelDevice:
-    """For requests of all settings; its engines begin with an empty cache."""
+    """A device for requests of all settings. Its engines begin with an empty cache."""
     return device_of(llama, 24, Choosing.FULL)
 
 
@@ -76,7 +76,7 @@ def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int]
 
 
 def test_log_probabilities_of_listed_tokens(llama: LoadedModel, full: ModelDevice) -> None:
-    """Those of a forward pass, in the order in which they are listed, at every token of an answer."""
+    """They are those of a forward pass at every token of an answer, in the order in which the tokens are listed."""
     listed = 249, 3, 77
     client = Client([5, 17, 200], max_tokens=3, temperature=0, logprobs=3, logprob_tokens=listed)
     serve(Engine(full), client)

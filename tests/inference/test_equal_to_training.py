@@ -169,7 +169,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layouts_dtypes_and_models_have_equal_bits(case: Case) -> None:
-    """Also by the step of training itself, and after other weights."""
+    """The step of training itself has them too, and an engine that was given other weights."""
     _, state = program(case)
     engine = engine_of(case, state.inputs)
     answers = sampled(engine)

@@ -81,7 +81,7 @@ def test_answers_of_sharded_experts_are_those_of_one_device(name: str, sizes: di
 
 @pytest.mark.slow
 def test_the_engine_of_a_run_shards_experts() -> None:
-    """As `run.generate` uses it."""
+    """`run.generate` uses this engine."""
     model = loaded(MODELS["mixture"], {"expert": 2, "tensor": 2})
     assert engine_refusal(model.cfg, model.mesh) is None
     engine = engine_of_run(

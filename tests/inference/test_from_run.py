@@ -30,7 +30,7 @@ def run() -> Iterator[mj.Run]:
 
 
 def greedy(run: mj.Run, prompt: str, count: int) -> str:
-    """By forward passes over whole rows."""
+    """The likeliest tokens by forward passes over whole rows."""
     tokenizer, tokens = run.parts.tokenizer, [*run.parts.tokenizer.encode(prompt)]
     for _ in range(count):
         padded = np.pad(tokens, (0, 32 - len(tokens)))[None]  # One shape, so that it compiles once.

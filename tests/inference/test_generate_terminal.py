@@ -111,7 +111,7 @@ def test_an_interrupted_file_of_answers_is_completed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ['{"prompt": "a"}', "notes", '{"index": 0, "choice": 0}\n', '{"index": 1, "ch'])
 def test_files_that_are_not_of_answers_are_left_alone(tmp_path: Path, content: str) -> None:
-    """Also without an end of the line, and with fewer lines than a prompt has answers."""
+    """They may lack the end of a line, or have fewer lines than a prompt has answers."""
     out = written(tmp_path / "a.jsonl", content)
     with pytest.raises(UserError, match="from prompt 0 on: name another file"):
         session(Sampling(max_tokens=4, n=3, seed=3))[0].answer_all([Prompt("", "a")], out)

@@ -286,7 +286,7 @@ def test_an_end_is_never_text() -> None:
 
 
 def test_pieces_of_tokenizers() -> None:
-    """With a table of bytes, and by the text that a token adds."""
+    """Pieces come from a table of bytes, or are the text that a token adds."""
     byte = ByteTokenizerConfig().build()
     assert token_pieces(byte, 259) == [*(bytes((value,)) for value in range(256)), None, None, None]
 
@@ -351,7 +351,7 @@ def test_a_guide_beyond_a_limit_is_refused_and_stops(guide: Any, limits: dict[st
 
 
 def test_a_trial_has_less_stack_than_threads() -> None:
-    """With `ulimit -s unlimited`, that of the first thread has no limit, that of others 2 MiB."""
+    """After `ulimit -s unlimited` the stack of the first thread has no limit, and that of others 2 MiB."""
     program = (
         "import resource, test_guided_json as tests\n"
         "resource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY,) * 2)\n"

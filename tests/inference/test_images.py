@@ -54,7 +54,7 @@ def client(*parts: int | list[int], **settings: Any) -> Client:
 
 
 def logits_of(model: LoadedModel, clients: list[Client]) -> np.ndarray:
-    """Of the trainer's forward over prompts and answers, [rows, LENGTH, VOCABULARY]."""
+    """The logits of the trainer's forward over prompts and answers, [rows, LENGTH, VOCABULARY]."""
     rows = padded([*asking.request.prompt, *asking.answer.tokens] for asking in clients)
     images = np.zeros((len(clients), SLOTS, SIZE, SIZE, 3), np.uint8)
     for number, asking in enumerate(clients):
@@ -72,7 +72,7 @@ def logits_of(model: LoadedModel, clients: list[Client]) -> np.ndarray:
     ],
 )
 def test_images_are_read_as_in_training(sizes: dict[str, int]) -> None:
-    """Within and across chunks, one and several in a row, beside texts, with shared prefixes and preemptions."""
+    """Images are within and across chunks, alone and beside others, with shared prefixes and preemptions."""
     model = loaded(MODEL, sizes)
     programs = programs_of(model, choosers(VOCABULARY), chunks=(0, CHUNK), tile=4, blocks=9)
     engine = Engine(ModelDevice(programs, VOCABULARY))

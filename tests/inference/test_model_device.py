@@ -166,7 +166,7 @@ def test_preempted_rows_have_the_tokens_of_rows_alone(programs: Programs) -> Non
 
 
 def test_a_guided_request_writes_a_document(programs: Programs) -> None:
-    """Of a model that knows nothing of JSON, beside a request without a guide."""
+    """The model knows nothing of JSON, and a request without a guide runs beside it."""
     values = {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}}
     schema = {"type": "object", "properties": values, "required": ["a", "b"], "additionalProperties": False}
     guides = Guides(lambda: PIECES, [END])

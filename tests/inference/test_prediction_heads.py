@@ -34,7 +34,7 @@ PREDICTING = replace(decoder(replace(HEADS, rope=ROPE)), sequence_length=LENGTH,
 def device_of(
     model: LoadedModel, *, drafts: int = DRAFTS, blocks: int = 24, tile: int = 4, **sizes: Any
 ) -> ModelDevice:
-    """With steps of 3 rows, and blocks of 4 tokens; drafts by the heads if there are any."""
+    """A device with steps of 3 rows and blocks of 4 tokens, for which the heads draft if there are any."""
 
     def heads(size: CacheSize, **settings: Any) -> PredictionHeads | None:
         return PredictionHeads(model, size, vocabulary=VOCABULARY, **settings) if drafts else None
@@ -89,7 +89,7 @@ def test_all_drafts_of_heads_that_are_right_are_accepted(depth: int) -> None:
 
 @pytest.fixture(scope="module")
 def predicting() -> LoadedModel:
-    """With heads that are as wrong as random weights are."""
+    """A model whose heads are as wrong as random weights are."""
     return loaded(PREDICTING, {})
 
 
@@ -100,7 +100,7 @@ def device(predicting: LoadedModel) -> ModelDevice:
 
 @pytest.mark.slow
 def test_drafts_are_those_of_the_trainers_head(predicting: LoadedModel, device: ModelDevice) -> None:
-    """By the whole text: the head over all tokens, and over its own states for the tokens of a draft.
+    """The drafts are computed from the whole text: by the head over all tokens, and then over its own states.
 
     Prompts in chunks beside decoding rows, with rows that are preempted; without blocks of others, whose last keys
     would be of another token.
@@ -159,7 +159,7 @@ def test_drafts_are_those_of_the_trainers_head(predicting: LoadedModel, device: 
 def test_answers_are_those_without_drafts(
     stack: DecoderConfig, layout: dict[str, int], kinds: Any, sizes: dict[str, int]
 ) -> None:
-    """With all settings, few blocks and shared prefixes."""
+    """Requests have all settings, few blocks and shared prefixes."""
     cfg = replace(stack, sequence_length=LENGTH, prediction=PredictionConfig())
     before, _ = answers(device_of(loaded(cfg, {}), drafts=0, **sizes), kinds * 2)
     clients, counts = answers(device_of(loaded(cfg, layout), **sizes), kinds * 2)
@@ -170,7 +170,7 @@ def test_answers_are_those_without_drafts(
 
 @pytest.mark.slow
 def test_heads_sleep_with_their_model(device: ModelDevice) -> None:
-    """And drafts for a request that began before are as good as those for a later one."""
+    """Drafts for a request that began before are as good as those for a later one."""
     engine = Engine(device, AnswerRules(drafter=FromStep), weights=ModelWeights(device.programs))
     client, later = Client(range(9), max_tokens=30), Client(range(9), max_tokens=30)
     engine.submit(client.request)
@@ -193,7 +193,7 @@ def test_blocks_behind_the_windows_of_the_model_and_its_heads_are_freed() -> Non
 
 
 def test_the_program_copies_neither_its_cache_nor_weights() -> None:
-    """Also in the loop over the tokens of a draft."""
+    """This holds in the loop over the tokens of a draft too."""
     device = device_of(layers_apart(loaded(replace(PREDICTING, hidden=512), {})), blocks=2000)
     heads: Any = device.programs.heads
     analysis: Any = heads.lowered(device.programs.buckets[0]).compile().memory_analysis()

@@ -147,7 +147,7 @@ def padded(rows: Iterable[Sequence[int]]) -> np.ndarray:
 
 
 def replicas(model: LoadedModel) -> int:
-    """Those of a model on its mesh."""
+    """The number of replicas of a model on its mesh."""
     return devices_over(model.mesh.shape, BATCH_AXES)
 
 
@@ -204,14 +204,14 @@ QUICK = ("window, sinks, gate", "mamba 2")
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_steps_give_the_logits_of_the_trainer(name: str) -> None:
-    """On one device, or on those that the table names."""
+    """The model is on one device, or on those that the table names."""
     model = loaded(MODELS[name], LAYOUTS.get(name, {}))
     compare_steps(model, whole_logits(model, tokens_of(model)))
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("nemotron-h", marks=pytest.mark.slow)])
 def test_rows_of_weights_as_separate_arguments_give_the_same_bits(name: str) -> None:
-    """As on CPUs, where nothing copies them: neither before the steps nor in them."""
+    """On CPUs nothing copies these rows, neither before the steps nor in them."""
     model = loaded(MODELS[name], LAYOUTS[name])
     apart = layers_apart(model)
     for (place, expected), (other, logits) in zip(steps_of(model), steps_of(apart), strict=True):

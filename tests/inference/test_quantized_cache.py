@@ -44,7 +44,7 @@ def test_bytes_of_a_cache() -> None:
 
 
 def logits(model: LoadedModel, tokens: np.ndarray, dtype: str, kernel: str) -> np.ndarray:
-    """Of the last token of a prompt, and of the token after it."""
+    """The logits of the last token of a prompt, and of the token after it."""
     programs = programs_of(model, [Logits()], rows=2, blocks=8, dtype=dtype, kernel=kernel)
     row = Row(tokens.tolist(), [5, 1, 2, 3, 4, 0, 6, 7], 0)
     steps = Step(prompts=[(row, 0, 8)]), Step(prompts=[(row, 8, 5)]), Step(decode=[(row, 13)])

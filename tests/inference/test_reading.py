@@ -36,7 +36,7 @@ T5 = T5Config(
 
 
 def forward(model: LoadedModel, rows: list[Row]) -> np.ndarray:
-    """Of the trainer's forward pass over texts and answers, [rows, positions, V]."""
+    """The logits of the trainer's forward pass over texts and answers, [rows, positions, V]."""
 
     def padded(all_tokens: list[list[int]], length: int) -> np.ndarray:
         return np.asarray([tokens + [0] * (length - len(tokens)) for tokens in all_tokens], np.int32)
@@ -52,7 +52,7 @@ def forward(model: LoadedModel, rows: list[Row]) -> np.ndarray:
     ("sizes", "drafts"), [({}, 1), pytest.param({"data": 2, "tensor": 2}, 0, marks=pytest.mark.slow)]
 )
 def test_rows_read_their_texts(sizes: dict[str, int], drafts: int) -> None:
-    """Also with drafts, all of which are wrong."""
+    """Steps have drafts, all of which are wrong."""
     model, draw = loaded(T5, sizes), np.random.default_rng(3)
     programs = programs_of(model, [Logits()], rows=2, blocks=12, drafts=drafts)
     assert not programs.prefix_sharing

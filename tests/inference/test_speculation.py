@@ -107,7 +107,7 @@ def answers(device: StandIn, seed: int) -> tuple[list[list[Output]], Engine]:
 
 
 def comparable(answers: list[list[Output]]) -> list[list[Output]]:
-    """Without times, and without the numbers of shared tokens, which depend on when a request starts."""
+    """The answers without what depends on when a request starts: times, and numbers of shared tokens."""
     return [[answer._replace(admitted=None, shared=0) for answer in request] for request in answers]
 
 
@@ -187,7 +187,7 @@ def test_a_fault_in_a_draft_ends_its_answer_where_it_would_end_without() -> None
 
 
 def test_a_draft_leaves_a_block_for_each_running_row() -> None:
-    """Until more blocks than that are free, it has the tokens that fit into the blocks of its row."""
+    """It has the tokens that fit into the blocks of its row until more blocks than that are free."""
 
     def drafts(blocks: int) -> list[int]:
         scheduler = Scheduler(BlockPool(blocks, 2), rows=2, chunk=8, tile=4)
@@ -240,7 +240,7 @@ LLAMA = decoder(replace(HEADS, rope=ROPE))
     ],
 )
 def test_logits_after_the_tokens_of_drafts(name: str, sizes: dict[str, int]) -> None:
-    """Those of a forward pass over the row, whatever the wrong drafts of earlier steps left in blocks and states."""
+    """They are those of a forward pass, whatever wrong drafts of earlier steps left in blocks and states."""
     model, draw = loaded(MODELS[name], sizes), np.random.default_rng(3)
     tokens = draw.integers(0, VOCABULARY, (3, LENGTH)).astype(np.int32)
     expected = whole_logits(model, tokens)
@@ -296,7 +296,7 @@ HYBRID = decoder(MAMBA, replace(HEADS, rope=ROPE))
     ],
 )
 def devices(request: pytest.FixtureRequest) -> tuple[ModelDevice, ModelDevice]:
-    """Without and with drafts; all programs are compiled."""
+    """Devices without and with drafts, with all programs compiled."""
     cfg, sizes, tile, snapshots = request.param
     model, made = loaded(replace(cfg, sequence_length=64), sizes), []
     shapes: Any = {"chunks": (0, 8), "tile": tile, "blocks": 24, "length": 64, "rows": 3, "snapshots": snapshots}
@@ -308,7 +308,7 @@ def devices(request: pytest.FixtureRequest) -> tuple[ModelDevice, ModelDevice]:
 
 
 def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: Any, compiled: list[str]) -> None:
-    """With few blocks and shared prefixes; nothing is compiled."""
+    """There are few blocks and shared prefixes, and nothing is compiled."""
     draw, runs = random.Random(4), []
     heads = [[draw.randrange(VOCABULARY) for _ in range(5)] * 3 for _ in range(2)]
     prompts = [([*heads[number % 2], number], kind) for number, kind in enumerate(SETTINGS * 2)]
@@ -332,7 +332,7 @@ def test_a_model_gives_the_tokens_and_scores_of_steps_without_drafts(devices: An
 
 
 def test_latest_inputs_are_much_smaller_than_states() -> None:
-    """Of the layers of Bamba 9B: 4 % of a state, where a state for each token of a draft takes 400 %."""
+    """Those of the layers of Bamba 9B are 4 % of a state; a state for each token of a draft would be 400 %."""
     mixer = Mamba2Config(heads=128, head_dim=64, state=128, groups=1)
     state = mixer.cache_leaves(4096, 1)[-1].size
     assert sum(leaf.size for leaf in latest_leaves(mixer, 4096, 1, drafts=4)) < 0.042 * state

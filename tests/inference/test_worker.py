@@ -155,7 +155,7 @@ def test_an_identifier_is_unique_among_running_requests(started: Any) -> None:
 
 
 def test_calls_run_between_steps(started: Any) -> None:
-    """On the engine's thread, also without requests; an exception is the caller's alone."""
+    """They run on the engine's thread, also without requests, and an exception is the caller's alone."""
     worker = started(device := Gated())
     assert worker.call(lambda engine: threading.current_thread().name).result(100) == "engine"
     device.gate.clear()
@@ -185,7 +185,7 @@ def test_calls_that_wait_end_with_the_engine(started: Any) -> None:
 
 
 def test_a_call_follows_the_requests_before_it(started: Any) -> None:
-    """Also those that were submitted after the engine has looked for requests."""
+    """It follows those too that were submitted after the engine has looked for requests."""
     worker = started(Gated())
     client, numbers = Waiting("a", (1, 2)), list[int]()
 

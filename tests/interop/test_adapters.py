@@ -145,7 +145,7 @@ def test_adapters_in_their_layout_equal_adapters_in_ours(kind: str, lora: LoRACo
 
 
 def test_names_are_those_of_peft() -> None:
-    """As PEFT 0.21 writes them for q_proj, o_proj and gate_proj of LlamaForCausalLM."""
+    """PEFT 0.21 writes these for q_proj, o_proj and gate_proj of LlamaForCausalLM."""
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.query", "*.mixer.output", "*.mlp.gate")))
     config, tensors = adapter_files(model, families()["llama"], random_weights(model), None)
     modules = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")

@@ -99,7 +99,7 @@ def test_a_round_trip_keeps_every_byte(folder, tmp_path, capsys) -> None:
 
 
 def test_plain_orbax_reads_a_run_with_layers_in_natural_order(folder, run) -> None:
-    """Without a module of ours: names are `params.` and the path of a weight."""
+    """It needs no module of MegaJAX: names are `params.` and the path of a weight."""
     tensors, sharding = load_file(folder / "model.safetensors"), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     step = str(run / "checkpoints/00000000/arrays")
     like = {
@@ -373,7 +373,7 @@ def test_transposed_copies_are_copies() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dtype) -> None:
-    """Of chunks as a run writes them: the shards of its devices."""
+    """The chunks are those that a run writes: the shards of its devices."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
     values = np.arange(4 * 6 * 10).reshape(4, 6, 10).astype(dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a", "b"))

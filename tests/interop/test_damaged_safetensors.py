@@ -50,7 +50,7 @@ HEADERS = st.dictionaries(st.sampled_from("ab"), ENTRIES | st.sampled_from([[2],
 @example(header={"a": ENTRY, "b": ENTRY})
 @example(header={"a": {**ENTRY, "shape": [1] * 200 + [2]}})
 def test_a_header_is_read_as_by_the_reference_implementation(header: dict[str, Any]) -> None:
-    """Or refused as there. Fewer are read here: each tensor has to follow the one before it, without a gap."""
+    """What it refuses is refused. Fewer are read here: a tensor has to follow the one before it without a gap."""
     with TemporaryDirectory() as name:
         path = write_file(Path(name) / "model.safetensors", header)
         try:
@@ -83,7 +83,7 @@ def test_a_header_is_read_as_by_the_reference_implementation(header: dict[str, A
     ],
 )
 def test_false_headers_are_refused(tmp_path, header) -> None:
-    """By the reference implementation too."""
+    """The reference implementation refuses them too."""
     path = write_file(tmp_path / "model.safetensors", header)
     with pytest.raises(UserError, match=r"model\.safetensors"):
         SafetensorsFile(path)
@@ -104,7 +104,7 @@ def test_false_lengths_of_headers_are_refused(tmp_path, length) -> None:
 
 
 def test_a_file_truncated_anywhere_is_refused(tmp_path) -> None:
-    """At each byte of the header, and at bytes of the tensors."""
+    """It ends at each byte of the header, and of the tensors."""
     intact = tmp_path / "whole"
     save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float16)}, intact)
     content = intact.read_bytes()

@@ -270,7 +270,7 @@ def load_config_of(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_an_export_answers_in_a_chat(back, capsys) -> None:
-    """As with `generate --hf=DIR --chat`: by its own template, tokenizer and end tokens."""
+    """`generate --hf=DIR --chat` does the same, with the export's own template, tokenizer and end tokens."""
     origin = f"hf:{back[0]}"
     config = generation_config(origin, GenerationConfig).base
     assert config is not None
@@ -287,7 +287,7 @@ def test_an_export_answers_in_a_chat(back, capsys) -> None:
 
 
 def test_a_chat_model_is_tuned_on_its_own_template(llama, tmp_path, capsys) -> None:
-    """And keeps it, unless it is tuned on another one."""
+    """It keeps the template, unless it is tuned on another one."""
     convert(f"--from=hf:{llama}", f"--to={tmp_path / 'base'}")
     cfg = load(tmp_path / "base/config.yaml")
     chats = tmp_path / "chats.jsonl"

@@ -338,7 +338,7 @@ def test_models_that_a_family_lacks_are_refused_as_such() -> None:
 
 
 def test_a_part_of_each_head_is_rotated_in_minimax() -> None:
-    """By rotary_dim, as in the released file."""
+    """The released file gives the part as rotary_dim."""
     model = read("minimax", **TINY, rotary_dim=2)
     ropes = [block.mixer.rope for block in layers_of(model) if isinstance(block.mixer, AttentionConfig)]
     assert ropes == [RopeConfig(base=1e6, fraction=0.5)]

@@ -261,7 +261,7 @@ def test_older_names_and_copies_of_bert() -> None:
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_an_untied_head_of_bert_has_the_bias_that_is_stored(tie: bool) -> None:
-    """Of its own, as transformers 5 writes it; or as before under the name of the tied head's, which has no other."""
+    """transformers 5 writes a bias of its own; versions before, one under the name of the tied head's."""
     config = {**BERT, "architectures": ["BertForMaskedLM"], "tie_word_embeddings": tie}
     tensors = random(described({**config, "tie_word_embeddings": False}).table)
     weight, bias, other = (f"cls.predictions.{name}" for name in ("decoder.weight", "decoder.bias", "bias"))

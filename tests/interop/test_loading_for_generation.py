@@ -114,7 +114,7 @@ def test_settings_of_the_model_are_checked_against_its_weights(folder: Path) -> 
 
 
 def test_the_settings_of_the_step_decide(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As for convert: weights are never read with other settings than those that they were trained with."""
+    """Weights are never read with other settings than those that they were trained with, as in `convert`."""
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
     document = yaml.safe_load((run / "config.yaml").read_text())
@@ -198,7 +198,7 @@ def test_capacity_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_all_processes_have_the_cache_of_the_fullest_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may be another process's."""
+    """The fullest device may be another process's."""
     model, of_block = loaded(f"hf:{folder / 'base'}", tensor=2, data=2), 16 * 3 * 2 * 4 * 4
     config, asked = replace(model.config.inference, cache_tokens=None, rows=3), list[Any]()
 
@@ -311,7 +311,7 @@ def test_adapters_of_other_models(folder: Path) -> None:
 
 
 def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the others, which follow its steps: also of a run, for a run; and other weights."""
+    """It reads adapters and other weights without the other processes, which follow its steps."""
     origin = folder / "run"
     model = loaded(origin, adapters=1)
 
@@ -327,7 +327,7 @@ def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pyte
 
 @on_layouts
 def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
-    """Of a run and of a folder of Hugging Face; adapters stay, and add to the other weights."""
+    """They may be of a run or of a folder of Hugging Face. Adapters stay, and add to the other weights."""
     base, merged = f"hf:{folder / 'base'}", folder / "merged"
     slots: dict[str, Any] = {"rows": 4, "batch_invariant": True, "adapters": 1, "adapter_rank": 2}
     model = loaded(base, **sizes, **slots)

@@ -98,8 +98,9 @@ def batch_of(model: Any, rows: Any, masks: Any) -> tuple[dict[str, np.ndarray], 
 
 
 def test_logits_and_gradients(folder: Path, stored: StoredModel) -> None:
-    """Of text, one image, several of different sizes, and images at the start and the end of a text, packed into rows;
-    and no text reads another."""
+    """Rows have text, one image, several of different sizes, and images at both ends of a text.
+
+    No text reads another text of its row."""
     rows, truth = np.load(folder / "rows.npz"), np.load(Path(__file__).with_name("qwen3_vl_gradients.npz"))
     tower = replace(stored.model.vision, budget=4 * stored.model.vision.most)
     model = replace(stored.model, vision=tower, sequence_length=64, recompute="none")
@@ -147,7 +148,7 @@ def test_tensors_and_settings_survive(folder: Path, stored: StoredModel) -> None
 
 @pytest.mark.slow
 def test_greedy_tokens_of_the_engine(folder: Path) -> None:
-    """From prompts in chunks, which cut images."""
+    """The prompts are read in chunks, which cut images."""
     origin, rows = f"hf:{folder}", np.load(folder / "rows.npz")
     config: GenerationConfig = generation_config(origin, GenerationConfig).base
     settings = replace(config.inference, compute="float32", rows=2, chunk=6, block=4, cache_tokens=256)

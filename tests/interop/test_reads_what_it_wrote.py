@@ -174,7 +174,7 @@ def boxes(copy: WeightSource, source: StoredModel) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_tables_of_towers_are_read_in_both_directions(name: str) -> None:
-    """Only with the rest of a model is a tower written or trained."""
+    """A tower is written and trained with the rest of a model alone."""
     draw = np.random.default_rng(0)
     for tensor in described(CONFIGS[name]).table:
         values = draw.standard_normal(tensor.shape(), np.float32)

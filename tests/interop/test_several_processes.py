@@ -93,7 +93,7 @@ def answers(url: str, adapter: Path) -> list[list[float]]:
 
 
 def test_answers_are_those_of_one_process(folder: Path, start: Callable[..., Started]) -> None:
-    """With adapters, drafts, scores of prompts and embeddings.
+    """The server has adapters and drafts, and answers with scores of prompts and embeddings too.
 
     A signal to either process ends both.
     """
@@ -206,7 +206,7 @@ def test_the_server_ends_with_a_process_that_hangs(folder: Path, start: Callable
 
 
 def test_others_end_with_the_server(folder: Path, start: Callable[..., Started]) -> None:
-    """At once if it is lost; after its requests, when it is told to, as above."""
+    """The others end at once if the server is lost."""
     gang, url = serving(folder, start)
     gang.first.process.kill()
     assert gang.codes() == [-signal.SIGKILL, 1]

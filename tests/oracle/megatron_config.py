@@ -36,7 +36,7 @@ WITHOUT_EFFECT = {
 def decoder_config(
     config: Mapping[str, Any], model: Mapping[str, Any], *, vocabulary: int, positions: int, latent: bool = False
 ) -> DecoderConfig:
-    """From a TransformerConfig's and a GPTModel's arguments.
+    """The model of a TransformerConfig's and a GPTModel's arguments.
 
     positions: rows of a learned position table; latent: the config is a MLATransformerConfig.
     """
@@ -78,7 +78,7 @@ def decoder_config(
 def hybrid_config(
     config: Mapping[str, Any], model: Mapping[str, Any], pattern: str, *, vocabulary: int, length: int
 ) -> DecoderConfig:
-    """From a HybridModel's arguments; each symbol of the pattern is a layer with one sub-layer."""
+    """The model of a HybridModel's arguments. Each symbol of the pattern is a layer with one sub-layer."""
     core, outer = Settings(config), Settings(model)
     hidden, bias = core.take("hidden_size"), core.take("add_bias_linear", True)
     core.only("num_layers", len(pattern))
@@ -292,7 +292,7 @@ STYLES = {"inverse-square-root": "inverse_square_root", "WSD": "wsd"}
 
 
 def schedule_config(settings: Mapping[str, Any]) -> ScheduleConfig:
-    """From an OptimizerParamScheduler's arguments, all in samples."""
+    """The schedule of an OptimizerParamScheduler's arguments, all in samples."""
     given = Settings(settings)
     style = given.only("lr_decay_style", "linear", "constant", "cosine", *STYLES)
     annealing = {}
@@ -321,7 +321,7 @@ def schedule_config(settings: Mapping[str, Any]) -> ScheduleConfig:
 
 
 def batch_config(kind: str, row: Mapping[str, Any]) -> BatchConfig:
-    """From a microbatch calculator's arguments; kind: constant, step, or rampup."""
+    """The sizes of a microbatch calculator's arguments. kind: constant, step, or rampup."""
     given = Settings(row)
     micro, decrease = given.take("mbs"), bool(given.take("decrease", False))
     if kind == "constant":
@@ -337,7 +337,7 @@ def batch_config(kind: str, row: Mapping[str, Any]) -> BatchConfig:
 
 
 def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> OptimizerConfig:
-    """From an OptimizerConfig's arguments. weight_decay: as the scheduler has it, which overrides the optimizer's."""
+    """The optimizer of an OptimizerConfig's arguments, with the scheduler's weight decay, which overrides its own."""
     given = Settings(settings)
     kind = given.only("optimizer", "adam", "sgd", "lion")
     given.only("bf16", False)

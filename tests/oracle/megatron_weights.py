@@ -42,7 +42,7 @@ def _place(name: str) -> list[int]:
 
 
 def images_table(cfg: VisionTowerConfig) -> Sequence[Row]:
-    """Those of a CLIPViTModel."""
+    """The names of a CLIPViTModel's weights."""
     patch = {"a": cfg.patch, "b": cfg.patch}
     return [
         Row("class_token", "class_tokens", "1 n d -> n d"),

@@ -20,7 +20,7 @@ from megajax.layers.param import bind
 
 
 def without_heads(folder: Path, target: Path) -> Path:
-    """As sentence-transformers stores a model: the class BertModel, whose tensors have no prefix."""
+    """Stores the model as sentence-transformers does: of the class BertModel, whose tensors have no prefix."""
     shutil.copytree(folder, target)
     tensors = load_file(folder / "model.safetensors")
     kept = {name.removeprefix("bert."): tensor for name, tensor in tensors.items() if name.startswith("bert.")}

@@ -188,7 +188,7 @@ def blend_paths(case: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("key", cases(META.get("blend", {})))
 def test_blend(key: str, cache: Path) -> None:
-    """Which dataset each row is of, which row of it, and the rows themselves."""
+    """The dataset of each row, its number there, and the rows themselves are compared."""
     case = META["blend"][key]
     length, sizes = described(case, "seq", "seq_length"), described(case, "sizes", "requested_samples")
     splits = build(case, cache, length, asked(case, sizes), **blend_paths(case))

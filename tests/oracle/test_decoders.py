@@ -78,7 +78,7 @@ def folder(request: pytest.FixtureRequest, root: Path) -> Path:
 
 
 def tolerance(folder: Path, logits: np.ndarray) -> float:
-    """Of the logits: of the first set of reference values, relative to the largest."""
+    """The largest difference of logits: in the first set of reference values, relative to the largest logit."""
     if folder.is_relative_to(FOLDER):
         return 1e-5 * np.abs(logits).max()
     return DELTA_TOLERANCE if "linear_attention" in (folder / "config.json").read_text() else TOLERANCE

@@ -42,7 +42,7 @@ def run(loss: Distillation, student, teacher, labels, table, shard: VocabularySh
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "k" not in case])
 def test_losses_and_gradients(name: str, devices: int) -> None:
-    """With two rows of padding after the vocabulary."""
+    """The table has two rows of padding after the vocabulary."""
     student, teacher = (ARRAYS[f"{kind}_logits"].reshape(-1, 32) for kind in ("student", "teacher"))
     labels, table = ARRAYS["labels"].reshape(-1), np.eye(34, 32, dtype=np.float32)
     mesh = jax.make_mesh((devices,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -33,7 +33,7 @@ def run_of(theirs: dict[str, Any]) -> RunConfig:
 
 @pytest.mark.parametrize("case", cases(CASES))
 def test_operations(case: str) -> None:
-    """Of a global batch, of one row, and of packed rows, whose core attention goes by the sum of squared lengths."""
+    """The counts are of a global batch, one row, and packed rows, where core attention goes by squared lengths."""
     theirs = CASES[case]
     cfg = run_of(theirs).model
     each, compare = cfg.flops(), Comparison(case)

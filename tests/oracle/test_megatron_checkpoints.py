@@ -39,7 +39,7 @@ CASES = {
 
 
 def reference_weights(case: str, kind: str) -> dict[str, np.ndarray]:
-    """By the rule of the reference model's weights."""
+    """The weights that the reference model's rule gives."""
     shapes = parameter_shapes(case) if kind == "variants" else META[case]["params"]
     return {name: weight_by_rule(name, shape) for name, shape in shapes.items()}
 

@@ -229,7 +229,7 @@ def test_vit(case: str) -> None:
 
 
 def weight_of_hybrid(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """By the rule, which hybrids modify for three kinds afterwards."""
+    """The value that the rule gives, which hybrids modify for three kinds of weights."""
     ruled, kind = weight_by_rule(name, shape), name.rsplit(".", 1)[-1]
     changed = {"D": 1 + ruled, "dt_bias": ruled - 2}
     if kind == "A_log":

@@ -183,7 +183,7 @@ POLICY_CASES = read("rl/policy_losses")[0]
 
 @pytest.mark.parametrize("case", POLICY_CASES)
 def test_policy_loss(case: str) -> None:
-    """By the objective, whose weights of tokens in one pass of the head are its gradient."""
+    """The weights of tokens in one pass of the head are the objective's gradient."""
     settings, (_, arrays) = POLICY_CASES[case], read("rl/policy_losses")
     mask, policy = arrays["mask"].astype(np.float32), jnp.asarray(arrays["policy_logps"])
     batch = {

@@ -50,7 +50,7 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, script: str) -> None:
-        """Until an expression is true."""
+        """Waits until an expression is true."""
         end = time.monotonic() + self._seconds
         while self.value(script) is not True:
             assert time.monotonic() < end, f"never true: {script}"

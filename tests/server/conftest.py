@@ -11,7 +11,7 @@ from megajax.server.config import ServerConfig
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
-    """With small limits, and without unknown fields."""
+    """A server with small limits, which refuses unknown fields."""
     config = ServerConfig(
         strict=True,
         queue=32,
@@ -29,7 +29,7 @@ def served() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """With the module's chat template: answers repeat the prompt, so that a request decides what the model says."""
+    """A server with the module's chat template. Answers repeat the prompt, so a request decides what the model says."""
     with serving(ServerConfig(reasoning=True, strict=True), template=request.module.TEMPLATE) as running:
         yield running
 

@@ -22,7 +22,7 @@ def read(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """With two slots."""
+    """A server with two slots for adapters."""
     with serving(ServerConfig(load_adapters=True, strict=True), slots=2, read_adapter=read) as server:
         yield server
 

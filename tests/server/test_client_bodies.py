@@ -144,7 +144,7 @@ def sampling_of(lenient: Running, body: dict[str, Any]) -> Sequence:
     ],
 )
 def test_guides_of_openai_and_vllm(lenient: Running, body: dict[str, Any], guide: Any) -> None:
-    """Also with the order of a schema's properties."""
+    """They keep the order of a schema's properties."""
     assert json.dumps(sampling_of(lenient, body).sampling.guide) == json.dumps(guide)
 
 

@@ -98,7 +98,7 @@ def test_weights_of_a_folder_after_the_requests_before_it(
 def test_weights_while_requests_are_paused(
     running: Running, pool: ThreadPoolExecutor, tmp_path: Path, flush: bool
 ) -> None:
-    """As of vLLM and SGLang: pause, update, resume."""
+    """The routes of vLLM and SGLang pause the engine, update its weights and resume it."""
     first = begun(running, pool)
     ask(running, "/pause?mode=keep" + "&clear_cache=false" * (not flush))
     assert running.worker.statistics().preemptions_total == (1 if flush else 0)
@@ -143,7 +143,7 @@ def test_sleep_and_wake(running: Running, pool: ThreadPoolExecutor, tmp_path: Pa
 
 
 def test_all_requests_are_aborted_in_every_form(running: Running, pool: ThreadPoolExecutor) -> None:
-    """With what they have; embeddings and scores have nothing."""
+    """They end with the tokens that they have; embeddings and scores have none."""
     texts: list[str] = []
 
     def stream() -> str | None:
@@ -210,7 +210,7 @@ def test_the_routes_are_off_by_default_and_refuse_web_pages_and_clients_without_
 
 
 def test_weights_that_stay_are_not_read(running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in several processes, which read a run together: process 0 would wait for the others for ever."""
+    """Several processes read a run together: process 0 would wait for the others for ever."""
     # This folder would be refused when it is read.
     (folder := tmp_path / "other").mkdir()
     assert "of another model" in running.ask("/update_weights_from_disk", {"model_path": str(folder)}).text

@@ -60,7 +60,7 @@ def test_vectors_of_every_form_of_input(running: Running, texts: Any) -> None:
 
 
 def test_equal_texts_have_equal_vectors_beside_answers(running: Running) -> None:
-    """Also if the cache has all blocks but the last, or all but the last token."""
+    """The cache may have all blocks but the last, or all but the last token."""
     for text in ("0123456789" * 20, "0123456789" * 20 + "01234567", "01234567" * 4 + "8"):
         first = embed(running, input=text)["data"][0]["embedding"]
         assert running.complete(prompt=text, max_tokens=3).json()["choices"][0]["text"] == text[:3]

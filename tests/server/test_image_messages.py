@@ -127,7 +127,7 @@ def test_a_model_of_text_refuses_images(served: Running) -> None:
 
 
 def test_templates_that_take_parts() -> None:
-    """As those of LLaVA's checkpoints: the template writes the name of the image token."""
+    """The templates of LLaVA's checkpoints write the name of the image token."""
     tokenizer = MultimodalTokenizerConfig(base=ByteTokenizerConfig()).build()
     token = tokenizer.specials["image"]
     conversation = Conversation(ChatTemplate(PARTS), tokenizer)

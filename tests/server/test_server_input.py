@@ -156,7 +156,7 @@ def test_invalid_fields(served: Running, route: str, body: dict[str, Any], field
     ],
 )  # fmt: skip
 def test_invalid_messages_and_combinations(served: Running, body: dict[str, Any], param: str) -> None:
-    """Of chats, and of PUT /api."""
+    """Chats and PUT /api refuse them."""
     answer = served.ask("/api", body, "PUT") if "prompts" in body else served.ask("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param

@@ -92,7 +92,7 @@ def test_clients_that_disconnect_free_their_blocks(small: Running, stream: bool)
 
 @pytest.mark.parametrize("unsent", [0, 100])
 def test_clients_that_disconnect_early_are_no_error_of_the_server(small: Running, unsent: int) -> None:
-    """While the body is read, and while the answer is computed."""
+    """They do so while the body is read, or while the answer is computed."""
     small.log.clear()
     connection = open_request(small, prompt="abc", max_tokens=4000, unsent=unsent)
     assert wait_until(lambda: small.readiness.active)

@@ -397,7 +397,7 @@ def test_references_anchors_and_data_of_several_tools(running: Running) -> None:
 
 
 def test_guides_of_every_route_have_limits() -> None:
-    """And other requests are answered meanwhile."""
+    """Other requests are answered meanwhile."""
     hard = {"type": "integer", "multipleOf": 399_989}
     tool = {"type": "function", "function": {"name": "a", "parameters": hard}}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}

@@ -97,7 +97,7 @@ def logits_of(tokens: np.ndarray, size: int) -> np.ndarray:
 
 
 def test_blanks_of_bert_are_filled(tokenizer: Any, tmp_path: Path) -> None:
-    """Those of the first validation row that has some."""
+    """They are those of the first validation row that has some."""
 
     def model(*, tokens: np.ndarray, segment_ids: np.ndarray, token_types: np.ndarray) -> np.ndarray:
         assert tokens.shape == segment_ids.shape == token_types.shape == (1, LENGTH)
@@ -138,7 +138,7 @@ def row_of(tokenizer: Any, tokens: list[int], labels: list[int]) -> dict[str, np
 
 
 def test_spans_of_t5_are_written(tokenizer: Any, tmp_path: Path) -> None:
-    """Those of the first row that has blanks; a text without any is answered, for as long as a row of the decoder."""
+    """They are those of the first row that has blanks. A text without any is answered, up to the length of a row."""
     first, second, _ = tokenizer.sentinels
 
     def lines(answer: list[int], *rows: dict[str, np.ndarray]) -> list[str]:

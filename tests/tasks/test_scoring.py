@@ -122,7 +122,7 @@ def test_layouts_agree_with_one_device(parallel):
 
 @pytest.mark.parametrize(("context", "rounds", "tensor", "length"), [(3, 1, 1, 72), (4, 1, 3, 96), (8, 4, 1, 128)])
 def test_compiled_rows_have_equal_chunks(context, rounds, tensor, length):
-    """Even sizes, as cuDNN requires: 72 = 3 devices x 2 chunks x 12, 96 = 4 x 3 of tensor x 8, 128 = 8 x 8 x 2."""
+    """The sizes are even, as for cuDNN: 72 = 3 devices x 2 chunks x 12, 96 = 4 x 3 of tensor x 8, 128 = 8 x 8 x 2."""
     parallel = ParallelConfig(data=1, context=context, context_rounds=rounds, tensor=tensor, sequence=tensor > 1)
     sequence_sharding = SequenceSharding.of(parallel, causal=True)
     cfg = replace(scorer().program.cfg, parallel=parallel, model=replace(llama(), sequence_length=144))

@@ -101,7 +101,7 @@ def test_templates_reach_no_attributes_of_python_and_change_nothing(expression: 
 
 
 def test_json_is_that_of_hugging_face() -> None:
-    """Not that of Jinja2, which escapes for HTML."""
+    """Jinja2's own escapes for HTML."""
     value = {"é": ["<a>", "'&'"], "a": 1}
     for arguments, expected in (
         ("", '{"é": ["<a>", "\'&\'"], "a": 1}'),
@@ -185,7 +185,7 @@ def test_tokens_across_the_borders_of_answers(parts: list, expected: list) -> No
 
 
 def test_messages_may_have_weights() -> None:
-    """With a template that marks answers and one that does not; the tag must mark each message of the assistant."""
+    """Templates may mark answers or not; a tag must mark each message of the assistant."""
     talk = [{**message} for message in TALK]
     answers = [message for message in talk if message["role"] == "assistant"]
     answers[0]["weight"], answers[-1]["weight"] = 0, 0.5

@@ -114,7 +114,7 @@ def conversation_of(folder: Path) -> Conversation | None:
 
 
 def answers(folder: Path) -> dict[str, Any]:
-    """As those of ask_transformers.py."""
+    """The answers in the form of those of ask_transformers.py."""
     tokenizer, conversation = tokenizer_of(folder), conversation_of(folder)
     ids = [[*tokenizer.prefix, *tokenizer.encode(text).tolist(), *tokenizer.suffix] for text in texts()]
     rendered = [] if conversation is None else [conversation.encode(chat, header=header) for chat, header in chats()]

@@ -142,7 +142,7 @@ def test_missing_package_names_the_extra(path, monkeypatch):
 
 
 def test_tokens_around_a_text(trained, tmp_path):
-    """By the post-processor of tokenizer.json, whatever add_bos_token says; `encode` omits them."""
+    """The post-processor of tokenizer.json adds them, whatever add_bos_token says. `encode` omits them."""
     file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     trained.save(str(file))
     content = json.loads(file.read_text())

@@ -63,7 +63,7 @@ def test_choices_are_two_sequences_in_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_scores_are_those_of_the_model_and_the_loss_is_bradley_terry() -> None:
-    """In one program for any number of answers, on tensor 2 x data 2."""
+    """One program scores any number of answers, on tensor 2 x data 2."""
     words = ("model.sequence_length=32", "batch.global_size=2", "batch.micro_size=1")
     run = set_up(load(DEBUG, *words, devices=1), devices=jax.devices()[:1])
     draw = np.random.default_rng(0)

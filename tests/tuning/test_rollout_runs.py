@@ -113,7 +113,7 @@ def damages(content: bytes) -> Iterator[bytes]:
 
 
 def test_the_weights_of_the_reference_are_read_whole_or_not_at_all(tmp_path: Path) -> None:
-    """On another layout too. A damaged file, another run's, and none are one message each."""
+    """Another layout reads them too. A damaged file, another run's, and none are one message each."""
 
     def keep(*settings: str, devices: int = 1) -> Any:
         cfg = load("grpo.py:debug", *SETTINGS, "model.objective.kl_weight=0.1", *settings, devices=devices)

@@ -106,7 +106,7 @@ def test_two_processes_have_the_numbers_of_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_whose_first_process_is_killed_has_the_same_numbers(processes: int, tmp_path: Path) -> None:
-    """While answers are sampled, some of which are complete; and between two steps of that rollout."""
+    """It is killed while answers are sampled, some of which are complete, and between two steps of that rollout."""
     few = ("data.inference.rows=16", "checkpoint.every=1", "steps=7")
     with trained(tmp_path) as train:
         train("whole", processes, *few)

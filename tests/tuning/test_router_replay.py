@@ -58,7 +58,7 @@ def of_step(info: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_updates_have_the_experts_that_the_engine_chose(long_answers: tuple[str, ...]) -> None:
-    """In blocks that answers share too. With the weights of the engine no choice differs; after that some do, and the
+    """Answers share blocks. With the weights of the engine no choice differs; after that some do, and the
     log-probabilities of the loss are those with the experts of the old weights."""
     run = run_of(*long_answers, REPLAY, "data.passes=3", "steps=6")
     steps = run.steps()

@@ -281,7 +281,7 @@ def test_the_tools_flags_are_separate_from_megatrons() -> None:
 
 
 def test_a_pipe_on_the_command_line_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in megajax.interop.megatron.args <(grep -v wandb train.sh)."""
+    """The shell makes one of `megajax.interop.megatron.args <(grep -v wandb train.sh)`."""
     reading, writing = os.pipe()
     os.write(writing, f"python pretrain_gpt.py {SMALL}".encode())
     os.close(writing)

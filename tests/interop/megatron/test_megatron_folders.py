@@ -20,7 +20,7 @@ from megajax.interop.weights.name_mapping import resolved
 
 @cache
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Of a model's weights, by their names; tables have padding."""
+    """The shapes of a model's weights by their names. Tables have padding."""
     args, script = MODELS[name]
     model, tensors = model_config(args, script), {}
     for tensor in resolved(table(model), declared_by(model)):
@@ -81,7 +81,7 @@ def test_ranks_of_experts(experts: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "stacked"), [("mixtral", True), ("bert", False), ("t5", True)])
 def test_shards(name: str, stacked: bool, tmp_path: Path) -> None:
-    """Those of Llama are below."""
+    """Other tests have the shards of Llama."""
     args = MODELS[name][0]
     weights = random_tensors(name)
     write_sharded(tmp_path, weights, args, Shares(tensor=2, gated=bool(args.get("swiglu"))), stacked=stacked)
@@ -108,7 +108,7 @@ def test_tensors_of_t5_have_two_names(engine: bool, tmp_path: Path) -> None:
 
 
 def test_shards_with_a_common_file(tmp_path: Path) -> None:
-    """As written by megatron-core before 0.19."""
+    """megatron-core before 0.19 wrote what is no array into a file of its own."""
     weights = random_tensors("llama")
     folder = write_sharded(tmp_path, weights, LLAMA, Shares(tensor=2), common="common.pt")
     opened = open_model(tmp_path)
@@ -183,7 +183,7 @@ def test_the_iteration(tmp_path: Path) -> None:
     ],
 )
 def test_a_path_in_the_metadata_of_shards_is_refused(name: bytes, message: str, tmp_path: Path) -> None:
-    """Of all chunks, and of the common object alone."""
+    """It may be the path of all chunks, or of the common object alone."""
     folder = write_sharded(tmp_path / "all", random_tensors("llama"), LLAMA, Shares())
     metadata = folder / "iter_0000007" / ".metadata"
     metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", name))

@@ -230,7 +230,7 @@ def test_a_tensor_outside_of_its_storage_is_refused(offset: int, shape: tuple[in
 
 
 def test_a_file_within_a_file(tmp_path: Path) -> None:
-    """Like shards of torch.distributed.checkpoint."""
+    """Shards of torch.distributed.checkpoint are such files."""
     inner, path = io.BytesIO(), tmp_path / "__0_0.distcp"
     write_archive_to(inner, np.arange(6, dtype=np.float32))
     path.write_bytes(b"before" + inner.getvalue() + b"after")
