@@ -320,13 +320,13 @@ def test_guides_of_several_threads() -> None:
 
 
 def limited(
-    seconds: float = 1.0, size: int = 2**24, every: int = 2**26, waiting: int = 8, step_seconds: float = 0.01
+    seconds: float = 1.0, size: int = 2**22, every: int = 2**26, waiting: int = 8, step_seconds: float = 0.01
 ) -> Guides:
     return Guides(lambda: PIECES, [END], limits=GuideLimits(seconds, size, every, waiting, step_seconds))
 
 
-HARD = {"type": "integer", "multipleOf": 399_989}
-"""Takes 2 s and 150 MiB to compile; alternatives of such ones would take hours and all memory."""
+HARD = {"type": "integer", "multipleOf": 99_989}
+"""Takes 0.5 s and 37 MiB to compile; alternatives of such ones would take hours and all memory."""
 HARDER = {"anyOf": [{"type": "integer", "multipleOf": number} for number in (99_991, 99_989, 99_971)]}
 AMBIGUOUS = Grammar('start: e\ne: e e | "a" | e e e | "b"')
 
@@ -334,7 +334,7 @@ AMBIGUOUS = Grammar('start: e\ne: e e | "a" | e e e | "b"')
 @pytest.mark.parametrize(
     ("guide", "limits", "words"),
     [
-        (HARD, {"seconds": 10}, "more than 16,777,216 bytes (server.guide_bytes)"),
+        (HARD, {"seconds": 10}, "more than 4,194,304 bytes (server.guide_bytes)"),
         (HARDER, {"seconds": 10}, "server.guide_bytes"),
         (HARDER, {"size": 2**32, "seconds": 0.2}, "more than 0.2 s (server.guide_seconds)"),
         ({"$defs": {"a": HARD}, "properties": {"x": {"$ref": "#/$defs/a"}}}, {"seconds": 10}, "server.guide_bytes"),
@@ -375,7 +375,7 @@ def test_a_guide_whose_steps_are_slow_ends_its_own_text() -> None:
 
 def test_guides_that_wait_are_limited_in_number_and_equal_ones_count_once() -> None:
     guides = limited(waiting=1)
-    futures = [guides.start({**HARD, "multipleOf": 399_989 - 2 * number}) for number in (0, 1, 2, 2, 2)]
+    futures = [guides.start({**HARD, "multipleOf": 99_989 - 2 * number}) for number in (0, 1, 2, 2, 2)]
     with pytest.raises(RefusedRequest, match=re.escape("at most 1 may (server.guide_queue)")) as refusal:
         guides.start({"const": 1})
     assert refusal.value.reason == "queue_full"
@@ -387,7 +387,7 @@ def test_guides_that_wait_are_limited_in_number_and_equal_ones_count_once() -> N
 
 def test_guides_that_nobody_waits_for_any_more_are_not_compiled() -> None:
     guides = limited(waiting=8)
-    futures = [guides.start({**HARD, "multipleOf": 399_989 - 2 * number}) for number in (*range(8), 7)]
+    futures = [guides.start({**HARD, "multipleOf": 99_989 - 2 * number}) for number in (*range(8), 7)]
     assert all(future.cancel() for future in futures[2:8])
     assert len(guides._pending) == 3
     with pytest.raises(UserError, match="guide_bytes"):

@@ -101,21 +101,14 @@ def test_batches_change_nothing():
     close(one_at_a_time, scorer().answers(windows()))
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(data=2, tensor=2),
-        ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
-        ParallelConfig(data=2, pipeline=2),
-        ParallelConfig(data=1, pipeline=2, context=2, tensor=2, sequence=True),
-        ParallelConfig(data=2, context=4, context_strategy="ring"),
-        ParallelConfig(data=1, context=2),
-    ],
-    ids=[
-        *("data2-tensor2", "fsdp2-tensor2-sequence", "data2-pipeline2", "pipeline2-context2", "data2-context4"),
-        "context2",
-    ],
-)
+LAYOUTS = {
+    "fsdp, tensor, sequence": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
+    "pipeline, context, tensor": ParallelConfig(data=1, pipeline=2, context=2, tensor=2, sequence=True),
+    "data, ring": ParallelConfig(data=2, context=4, context_strategy="ring"),
+}
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_agree_with_one_device(parallel):
     close(scorer(parallel, 2).answers(windows()), scorer().answers(windows()))
 
@@ -155,22 +148,16 @@ def test_generation_is_greedy():
         generate(scorer(), [Generation(prompt, 16)])
 
 
-@pytest.mark.parametrize(
-    ("parallel", "engine"),
-    [
-        (ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"), True),
-        (ParallelConfig(data=2, pipeline=2), False),
-        (ParallelConfig(data=1, context=2), False),
-    ],
-    ids=["fsdp2-tensor2-sequence", "data2-pipeline2", "context2"],
-)
-def test_generation_on_layouts_matches_one_device(parallel, engine):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_generation_on_layouts_matches_one_device(name):
+    """Without an engine for a layout, its scorer computes each token anew."""
+
     def texts():
         return [Generation(window.tokens[:size], 4) for window, size in zip(windows(), (5, 9, 3), strict=False)]
 
-    program = scorer(parallel, 2).program
-    assert (engine_refusal(program.cfg.model, program.mesh) is None) is engine
-    assert generate(scorer(parallel, 2), texts()) == by_recomputation(scorer(), texts())
+    program = scorer(LAYOUTS[name], 2).program
+    assert (engine_refusal(program.cfg.model, program.mesh) is None) == name.startswith("fsdp")
+    assert generate(scorer(LAYOUTS[name], 2), texts()) == by_recomputation(scorer(), texts())
 
 
 def test_an_evaluation_can_be_stopped():
