@@ -29,6 +29,7 @@ import jax
 import pytest
 from gangs import start_processes
 from jax.experimental.compilation_cache import compilation_cache
+from left_behind import LeftBehind
 from shards import COUNT, ShardReport, is_sharded, shard, shard_of
 
 from megajax.planning.compiled.devices import missing_packages
@@ -52,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Files in the order of their names: by number of tests, those of one long test come last, one worker idle."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
-    config.pluginmanager.register(ShardReport())
+    for plugin in (ShardReport(), LeftBehind()):
+        config.pluginmanager.register(plugin)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

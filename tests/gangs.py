@@ -31,9 +31,9 @@ class Started:
         self.output = output
         self.began = time.monotonic()
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "JAX_"))}
-        # Programs are compiled once for all tests: what is tested here is not the compiler.
+        # Programs are compiled once for all tests of all workers: what is tested here is not the compiler.
         cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(output.parent.parent / "compiled"),
+            "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ["XDG_CACHE_HOME"]).with_name("compiled")),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }

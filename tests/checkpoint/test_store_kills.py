@@ -67,7 +67,7 @@ def test_kills_in_saves_lose_nothing(store: str, tmp_path: Path) -> None:
         proxy = FaultyProxy(variables[endpoint])
         variables |= {endpoint: proxy.url, "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
         try:
-            for victims, faulty in (([0], False), ([1], True), ([0, 1], False), ([0, 1], True)):
+            for victims, faulty in (([0], False), ([1], True), ([0, 1], True)):
                 attempt = Attempt(tmp_path / "checkpoints", f"{store}://bucket/run", variables)
                 attempt.wait_for("start", 0)
                 start = attempt.number("start")
@@ -85,4 +85,4 @@ def test_kills_in_saves_lose_nothing(store: str, tmp_path: Path) -> None:
             last.kill([0, 1], 0)
         finally:
             proxy.close()
-    assert hits >= 2
+    assert hits >= 1

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megajax.checkpoint import array_serialization
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.job.job import train
 from megajax.job.saves.save import SavesFailed
+from megajax.job.steps import step_record
 from megajax.metrics.config import LoggingConfig
 from megajax.storage import disk
 from megajax.training.config import EvaluationConfig
@@ -82,6 +84,13 @@ def test_a_background_error_is_reported_at_the_next_step_and_a_retry_saves(tmp_p
     start_writing, count = array_serialization.start_writing, iter(range(1, 1 << 30))
     failing = lambda path, array_names: FailsLater() if next(count) in (1, 2) else start_writing(path, array_names)  # noqa: E731
     monkeypatch.setattr(array_serialization, "start_writing", failing)
+
+    def slow_record(*arguments, **keywords):
+        """Steps take a tenth of a second, so that the background of a save has the time to fail meanwhile."""
+        time.sleep(0.1 if arguments[1].step < 20 else 0.0)
+        return step_record(*arguments, **keywords)
+
+    monkeypatch.setattr("megajax.job.steps.step_record", slow_record)
     assert train(job(tmp_path, 40)) == 0
     assert names(tmp_path)[:7] == ["begun", "retried", "begun", "retried", "begun", "committed", "begun"]
     _, retried, *_ = saves(tmp_path)

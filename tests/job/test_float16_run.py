@@ -48,7 +48,12 @@ def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp
 @pytest.mark.parametrize(
     ("scale", "title", "text"),
     [
-        (2.0**32, "done, and nothing was learned", "12 of 12; the loss scale still falls, now 2,097,152"),
+        pytest.param(
+            2.0**32,
+            "done, and nothing was learned",
+            "12 of 12; the loss scale still falls, now 2,097,152",
+            marks=pytest.mark.slow,
+        ),
         (2.0**24, "done\n", " of 12; the loss scale fell to "),
     ],
 )

@@ -198,7 +198,10 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
         set_up(run_config(tokenizer=NullTokenizerConfig(vocabulary_size=65)))
 
 
-@pytest.mark.parametrize("layout", [(), ("parallel.context=2", "parallel.pipeline=2", "parallel.tensor=2")])
+CUT = ("parallel.context=2", "parallel.pipeline=2", "parallel.tensor=2", "model.stack.repeats=2")
+
+
+@pytest.mark.parametrize("layout", [("model.stack.repeats=1",), pytest.param(CUT, marks=pytest.mark.slow)])
 def test_batches_of_tokens_train_as_the_config_s_rows(layout: tuple[str, ...]) -> None:
     """`step` and `batch` beside `steps`: the same numbers bit for bit; and what `batch` refuses."""
     cfg: Any = load("gpt3.py:debug", "precision.compute=float32", "steps=4", *layout)
