@@ -264,11 +264,14 @@ class Case(NamedTuple):
         return "-".join(part for part, usual in zip(self[:3], Case()[:3], strict=True) if part != usual) or "plain"
 
 
-FAST = [Case(), Case(fault="SIGTERM"), Case(fault="local copies")]
+FAST = [Case(), Case(fault="local copies")]
 """Every state is tried with a stop, and a few with another end; every end and every layout with a small model."""
 SLOW = [
     *(Case(state) for state in STATES if state not in ("dropout", "four layers", "tied weights and biases")),
-    *(Case(fault=fault) for fault in ("time limit", "crash", "numeric fault", "damaged checkpoint", "s3", "gs")),
+    *(
+        Case(fault=fault)
+        for fault in ("SIGTERM", "time limit", "crash", "numeric fault", "damaged checkpoint", "s3", "gs")
+    ),
     Case("experts", "crash", "zero1"),
     Case("observed magnitudes", "local copies", "fsdp"),
     Case("loss scale", "SIGTERM", "zero1"),

@@ -57,7 +57,7 @@ LIGHT = ("norm", "activation", "query_key_value")
 
 @cache
 def best_zero1(name: str, devices: int) -> tuple[Task, RankedLayout]:
-    request = task(name, devices, data_sharding="zero1")
+    request = task(name, devices, data_sharding="zero1", micro_size=1)
     return request, best_of(request)[0]
 
 
@@ -190,13 +190,15 @@ def search_json(
 
 def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "best.yaml"
-    figures = search_json(tmp_path, f"--out={out}", "--batch.global_size=256", "--parallel.tensor=8")
+    figures = search_json(
+        tmp_path, f"--out={out}", "--batch.global_size=256", "--parallel.tensor=8", "--batch.micro_size=1"
+    )
     printed = capsys.readouterr().out
     for text in ("not chosen", "pure FSDP", "tensor 8 without a pipeline", "the config as given", "slower", "exposed"):
         assert text in printed
     assert f"--config={out}" in printed
     assert len(figures["best"]) == 5 and figures["tried"] > 500
-    assert figures["well_known"][0] == {"choice": "pure FSDP", "verdict": "not tried: tensor=8 is given"}
+    assert figures["well_known"][0] == {"choice": "pure FSDP", "verdict": "not tried: tensor=8, micro_size=1 is given"}
     # The first is the simplest of those that are within 3 % of the fastest.
     steps = [row["step_seconds"] for row in figures["best"]]
     assert steps[0] <= 1.03 * min(steps) and figures["best"][0]["slower"] == pytest.approx(steps[0] / min(steps) - 1)

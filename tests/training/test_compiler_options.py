@@ -171,6 +171,7 @@ def test_options_reach_every_program_of_a_run(monkeypatch):
     assert program.options == compiler_options(*CPU) | {"xla_gpu_enable_triton_gemm": False}
 
 
+@pytest.mark.slow
 def test_initial_weights_of_small_models_are_compiled_quickly(monkeypatch):
     """The results have the same bits on CPUs. The tests set level 0 for all programs, in XLA_FLAGS."""
     monkeypatch.setenv("XLA_FLAGS", "")
