@@ -267,7 +267,8 @@ def formula_table(figures: Figures) -> Iterator[str]:
             others.append(error)
             continue
         yield f"| `{plan.config}`, {plan.gpus} | {formula:.1f} | {peak:.1f} | {error:+.1%} |".replace("%", " %")
-    yield f"| {len(others)} others: H200s, other settings | | | {min(others):+.1%} to {max(others):+.1%} |".replace("%", " %")
+    errors = f"{min(others):+.1%} to {max(others):+.1%}".replace("%", " %")
+    yield f"| {len(others)} others: H200s, other settings | | | {errors} |"
 
 
 def schedules_table(figures: Figures) -> Iterator[str]:
