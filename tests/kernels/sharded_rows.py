@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tiny_runs import QUICK
 
-from megajax.kernels.attention.attention import AttentionDropout, Mask, Passes, attend, reference_attention
+from megajax.kernels.attention.attention import Mask, Passes, attend, reference_attention
+from megajax.kernels.attention.dropout import AttentionDropout
 from megajax.kernels.context.strategy import over_context, over_devices
 from megajax.mesh.zigzag_order import SequenceSharding
 

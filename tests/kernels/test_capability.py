@@ -89,7 +89,9 @@ def test_unknown_properties_are_not_refused() -> None:
 
 
 def test_every_backend_exists_and_the_reference_supports_everything() -> None:
-    assert set(BACKENDS) == set(PASSES) and list(BACKENDS)[-2:] == ["reference", "fixed"], "which auto does not choose"
+    assert set(BACKENDS) == set(PASSES) and list(BACKENDS)[-3:] == ["reference", "fixed", "blocks"], (
+        "auto chooses none after the reference"
+    )
     hard = KernelRequest(
         dtype="float64", key_dim=7, value_dim=9, length=3, causal=False, window=1, documents=True, sink=True
     )

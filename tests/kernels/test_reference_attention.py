@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.kernels.attention.attention import AttentionDropout, Mask, reference_attention
+from megajax.kernels.attention.attention import Mask, reference_attention
+from megajax.kernels.attention.dropout import AttentionDropout
 
 ROWS, LENGTH, SIZE = 2, 9, 6
 SCALE = SIZE**-0.5

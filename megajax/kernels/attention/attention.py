@@ -19,55 +19,18 @@ from jax import Array, lax
 from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.attention import cudnn, tiles
+from megajax.kernels.attention import blocks, cudnn, tiles
 from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.attention.dropout import AttentionDropout
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.soft_cap import soft_cap_slope, soft_capped
 from megajax.mesh.layer_observations import observe
 
-__all__ = ["PASSES", "AttentionDropout", "Mask", "Passes", "attend", "local_device", "passes_of", "reference_attention"]
+__all__ = ["PASSES", "Mask", "Passes", "attend", "local_device", "passes_of", "reference_attention"]
 
 OUTPUT, STATISTICS = "attention", "attention_statistics"
 """Checkpoint names of the residuals of a backward kernel beside q, k and v: the output and its log-sum-exp."""
-
-
-class AttentionDropout(NamedTuple):
-    """Dropout of attention weights with one random key per (row, head, query): the same on every layout."""
-
-    rate: float
-    row_keys: Array
-    """uint32 [B, 2]: key data of each row."""
-    head_index: Array
-    """int32 [N]: index of each head in the whole model."""
-    query_index: Array
-    """int32 [S]: position of each query in its row."""
-    length: int | None = None
-    """Number of positions of whole rows, if keys are a part of them."""
-
-    def apply(self, weights: Array) -> Array:
-        """Zeroes weights [B, N, S, T] of whole rows with probability `rate` and scales up the rest."""
-        return jnp.where(self.keep(weights.shape[-1]), weights / (1 - self.rate), 0)
-
-    def factor(self, key_index: Array) -> Array:
-        """Factors for the weights of some keys of a row, float32 [B, N, S, T].
-
-        key_index: int32 [T], positions of the keys in their rows of `length` positions.
-        """
-        keep = self.keep(len(key_index) if self.length is None else self.length)
-        return jnp.where(keep[..., key_index], 1 / (1 - self.rate), 0)
-
-    def keep(self, length: int) -> Array:
-        """Mask of the weights to keep, bool [B, N, S, length]."""
-        fold = jax.random.fold_in
-
-        def keep_one(row: Array, head: Array, query: Array) -> Array:
-            key = fold(fold(jax.random.wrap_key_data(row), head), query)
-            return jax.random.bernoulli(key, 1 - self.rate, (length,))
-
-        over_queries = jax.vmap(keep_one, (None, None, 0))
-        over_heads = jax.vmap(over_queries, (None, 0, None))
-        return jax.vmap(over_heads, (0, None, None))(self.row_keys, self.head_index, self.query_index)
 
 
 def _scores(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None, cap: float | None) -> Array:
@@ -220,6 +183,9 @@ PASSES: Mapping[str, Passes] = MappingProxyType(
         "pallas": Passes(pallas_attention.forward, pallas_attention.backward, caps=True),
         "fixed": Passes(tiles.forward, reference_backward, caps=True),
         "reference": Passes(reference_forward, reference_backward, dropout=True, caps=True),
+        "blocks": Passes(
+            partial(blocks.forward, whole=True), partial(blocks.backward, whole=True), dropout=True, caps=True
+        ),
     }
 )
 

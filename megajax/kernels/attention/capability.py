@@ -13,7 +13,7 @@ from megajax.config.hints import divisors_of
 from megajax.mesh.config import UNSHARDED, ContextSharding
 
 type Version = tuple[int, ...]
-type Kernel = Literal["auto", "reference", "fixed", "cudnn", "cudnn_mask", "pallas"]
+type Kernel = Literal["auto", "reference", "fixed", "blocks", "cudnn", "cudnn_mask", "pallas"]
 
 
 def exchange_sizes(heads: int, kv_heads: int) -> list[int]:
@@ -425,9 +425,18 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             cap=True,
             documents_of_two=True,
         ),
+        "blocks": Backend(
+            label="attention in blocks",
+            documents=DeviceRange((), ()),
+            bidirectional_window=True,
+            cap=True,
+            dropout=True,
+            documents_of_two=True,
+            positions="any",
+        ),
     }
 )
-"""Fastest first; `fixed`, for the order of its sums, is chosen by name only.
+"""Fastest first; `fixed`, for the order of its sums, and `blocks`, for CPUs, are chosen by name only.
 
 Sizes and versions follow cuDNN's release notes and the checks of jax 0.12."""
 FUSED = tuple(name for name in BACKENDS if name not in ("reference", "fixed"))

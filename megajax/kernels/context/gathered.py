@@ -20,7 +20,8 @@ B rows, S positions of a device, T of a row, N query heads.
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.kernels.attention.attention import AttentionDropout, Passes, merge_parts
+from megajax.kernels.attention.attention import Passes, merge_parts
+from megajax.kernels.attention.dropout import AttentionDropout
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import gather_rows, reduce_rows
 from megajax.mesh.zigzag_order import SequenceSharding

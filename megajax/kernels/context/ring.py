@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.kernels.attention.attention import AttentionDropout, Passes, merge_parts
+from megajax.kernels.attention.attention import Passes, merge_parts
+from megajax.kernels.attention.dropout import AttentionDropout
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import from_before, gather_devices
 from megajax.mesh.zigzag_order import SequenceSharding

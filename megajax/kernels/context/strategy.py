@@ -15,8 +15,9 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.kernels.attention import cudnn
-from megajax.kernels.attention.attention import AttentionDropout, Passes, passes_of
+from megajax.kernels.attention import blocks, cudnn
+from megajax.kernels.attention.attention import Passes, passes_of
+from megajax.kernels.attention.dropout import AttentionDropout
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.context.collectives import gather_group, to_heads, to_positions
 from megajax.kernels.context.gathered import all_gather, chunks_with_gathered_keys, two_squares
@@ -29,6 +30,10 @@ RECTANGLES: Mapping[str, Passes] = MappingProxyType(
 """Attention of a chunk to the keys before it, for backends without position arguments; see `Backend.positions`."""
 
 
+PARTS: Mapping[str, Passes] = MappingProxyType({"blocks": Passes(blocks.forward, blocks.backward, True, True)})
+"""Backends that leave out more in whole rows than in parts of them."""
+
+
 def over_context(sharding: SequenceSharding, kernel: str, cap: float | None = None) -> Passes:
     """Attention over rows sharded over several devices, with the signature of a backend.
 
@@ -36,7 +41,9 @@ def over_context(sharding: SequenceSharding, kernel: str, cap: float | None = No
     positions. kernel: name of the backend that computes the parts; `kernels.capability` must allow it. cap: soft
     cap of scores. Call the result in an island over every mesh axis.
     """
-    return over_devices(sharding, passes_of(kernel, cap), RECTANGLES.get(kernel))
+    passes = PARTS.get(kernel)
+    passes = passes_of(kernel, cap) if passes is None else passes.with_arguments(cap=cap)
+    return over_devices(sharding, passes, RECTANGLES.get(kernel))
 
 
 def over_devices(sharding: SequenceSharding, passes: Passes, rectangles: Passes | None) -> Passes:
