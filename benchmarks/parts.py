@@ -30,6 +30,7 @@ PARTS = {
     "mfu": Part(SPEED, "training.train_speed:mfu", "the shipped train step: tokens/s, TFLOP/s, MFU, memory, kernels",
                 prints=True, processes=True),
     "processor": Part(SPEED, "training.processor:processor", "steps on one core relative to PyTorch", prints=True),
+    "record": Part(SPEED, "training.record:record", "time until a file of settings has a validation loss of 1.55"),
     "kernels": Part(SPEED, "kernels.measure:kernels", "single kernels: errors, times, share of the roofline",
                     prints=True),
     "xla_options": Part(SPEED, "training.xla_options:xla_options", "the train step with and without each XLA option",

@@ -69,6 +69,7 @@ LEFT_OUT = {
     "--chat": "waits for a person; tests/inference has conversations",
     "megajax.serve": "runs until a signal stops it; tests/server runs it",
     "curl ": "needs a server; tests/server asks one",
+    "-m benchmarks record": "trains for minutes; tests/benchmarks/test_quickstart_record.py has a short run",
     "-m benchmarks serving_load": "needs a server; tests/server starts one",
 }
 """Words of the commands that do not run here, with the reason."""
