@@ -96,7 +96,19 @@ class Process:
             case "late" | "absent":
                 time.sleep(1.0 if kind == "late" else 10.0)
             case _:
+                self.wait_for_others()
                 self.fail(f"fault {kind}", int(kind))
+
+    def wait_for_others(self) -> None:
+        """Until their beats say that they wait for this process: then none is behind, on a slow machine either."""
+        others, end = [index for index in range(self.count) if index != self.index], time.monotonic() + 60
+
+        def waits(index: int) -> bool:
+            beat = self.folder and Beat.read(self.folder, index)
+            return beat is not None and (beat.phase, beat.phase_step) == ("step", self.step + 1)
+
+        while self.folder is not None and not all(map(waits, others)) and time.monotonic() < end:
+            time.sleep(0.01)
 
     def run(self) -> None:
         if os.environ.get("MEGAJAX_ELASTIC") == "1":
