@@ -28,10 +28,34 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": 1}
 T5 = {**SHARED, "encoder_seq_length": 8, "decoder_seq_length": 6, "decoder_num_layers": 2, "num_layers": 2}
+LATENT = LLAMA | {
+    "multi_latent_attention": True, "kv_lora_rank": 8, "q_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 4, "qk_layernorm": True, "rope_type": "rope",
+}  # fmt: skip
+GATED = LLAMA | {
+    "attention_output_gate": True, "softmax_type": "learnable", "add_qkv_bias": True, "qk_layernorm": True,
+    "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
+}  # fmt: skip
+ROUTED = MIXTRAL | {
+    "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True, "moe_layer_freq": [0, 1, 1, 1],
+    "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2],
+    "moe_router_score_function": "sqrtsoftplus", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 0.3,
+    "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1,
+}  # fmt: skip
+FURTHER = LLAMA | {"mtp_num_layers": 2, "swiglu": False, "squared_relu": True, "apply_layernorm_1p": True}
+DECODERS: Mapping[str, dict[str, Any]] = {
+    "gpt": {**SHARED, "bias_gelu_fusion": False},
+    "llama": LLAMA,
+    "mixtral": MIXTRAL,
+    "latent": LATENT,
+    "latent without query rank": LATENT | {"q_lora_rank": None},
+    "gated": GATED,
+    "routed": ROUTED,
+    "two further tokens": FURTHER,
+    "windows": LLAMA | {"window_size": (5, 0), "window_attn_skip_freq": 2, "no_rope_freq": [0, 0, 0, 1]},
+}
 MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "gpt": ({**SHARED, "bias_gelu_fusion": False}, "pretrain_gpt.py"),
-    "llama": (LLAMA, "pretrain_gpt.py"),
-    "mixtral": (MIXTRAL, "pretrain_gpt.py"),
+    **{name: (args, "pretrain_gpt.py") for name, args in DECODERS.items()},
     "bert": (SHARED, "pretrain_bert.py"),
     "t5": (T5, "pretrain_t5.py"),
 }

@@ -1,4 +1,7 @@
-"""Megatron-LM's folders with the reference weights give the reference logits."""
+"""Megatron-LM's folders of BERT and T5 with the reference weights give the reference logits.
+
+tests/interop/megatron/test_megatron_core_folders.py has decoders, in folders that megatron-core saved.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +10,8 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER, Comparison, load_arrays
 from megatron_folders import Shares, write_ranks, write_sharded
-from megatron_run import OneDevice, batch_by_rule
+from megatron_run import OneDevice
 from megatron_weights import weight_by_rule
-from test_numerics import parameter_shapes
 from test_other_models import META, bert_rows, t5_rows
 
 from megajax.interop.megatron.checkpoints.format import open_model
@@ -22,26 +24,13 @@ SHARED: dict[str, Any] = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm", "add_bias_linear": True, "bias_gelu_fusion": False, "transformer_impl": "local",
 }  # fmt: skip
-LLAMA: dict[str, Any] = {
-    **SHARED, "ffn_hidden_size": 160, "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
-    "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-}  # fmt: skip
-MIXTRAL = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "moe_aux_loss_coeff": 0.01}
 T5 = {**SHARED, "encoder_seq_length": 32, "decoder_seq_length": 20}
-CASES = {
-    "gpt_base": (SHARED, "variants", Shares(tensor=2, pipeline=2, gated=False)),
-    "llama_base": (LLAMA, "variants", Shares(tensor=2, pipeline=2)),
-    "moe_mixtral": (MIXTRAL, "variants", Shares(pipeline=2, expert=2)),
-    "bert_nsp": (SHARED, "other_models", Shares(tensor=2, pipeline=2, gated=False)),
-    "t5_learned": (T5, "other_models", Shares(tensor=2, pipeline=2, gated=False)),
-}
+CASES = {"bert_nsp": SHARED, "t5_learned": T5}
 
 
-def reference_weights(case: str, kind: str) -> dict[str, np.ndarray]:
+def reference_weights(case: str) -> dict[str, np.ndarray]:
     """The weights that the reference model's rule gives."""
-    shapes = parameter_shapes(case) if kind == "variants" else META[case]["params"]
-    return {name: weight_by_rule(name, shape) for name, shape in shapes.items()}
+    return {name: weight_by_rule(name, shape) for name, shape in META[case]["params"].items()}
 
 
 def weights_of(folder: Path, model: OneDevice) -> dict[str, np.ndarray]:
@@ -55,25 +44,16 @@ def weights_of(folder: Path, model: OneDevice) -> dict[str, np.ndarray]:
 def test_logits(case: str, tmp_path: Path) -> None:
     if not (FOLDER / "numerics" / f"{case}.npz").is_file():
         pytest.skip(f"no reference values at {FOLDER}: set MEGAJAX_ORACLE_DIR")
-    args, kind, shares = CASES[case]
-    ranks = write_ranks(tmp_path / "ranks", reference_weights(case, kind), args, shares)
-    sharded = write_sharded(tmp_path / "sharded", reference_weights(case, kind), args, shares)
-    model, stored, compare = (
-        OneDevice(open_model(ranks).foreign.model),
-        load_arrays(f"numerics/{case}.npz"),
-        Comparison(case),
-    )
-    params = model.checked(weights_of(ranks, model))
+    args, weights = CASES[case], reference_weights(case)
+    shares = Shares(tensor=2, pipeline=2, gated=False)
+    ranks = write_ranks(tmp_path / "ranks", weights, args, shares)
+    sharded = write_sharded(tmp_path / "sharded", weights, args, shares)
+    model, stored = OneDevice(open_model(ranks).foreign.model), load_arrays(f"numerics/{case}.npz")
+    params, compare = model.checked(weights_of(ranks, model)), Comparison(case)
     for path, array in weights_of(sharded, model).items():
         np.testing.assert_array_equal(array, params[path], err_msg=path)
-    if kind == "variants":
-        tokens, labels, _ = batch_by_rule(777, 4, 32, 128)
-        logits = model.forward(params, tokens, labels)["logits"]
-        wanted = stored["logits"][0, ::4] if "logits" in stored else stored["logits_sample0_every4th"]
-        compare.check("logits", logits[0, ::4], wanted, LOGITS)
-    else:
-        rows = (bert_rows if case.startswith("bert") else t5_rows)(stored)
-        logits = model(lambda params, rows: bind(model.abstract, params)(**rows), params, rows)
-        real = rows["segment_ids"][:, ::4] == 1
-        compare.check("logits", logits[:, ::4][real], stored["logits_every4th"][real], LOGITS)
+    rows = (bert_rows if case.startswith("bert") else t5_rows)(stored)
+    logits = model(lambda params, rows: bind(model.abstract, params)(**rows), params, rows)
+    real = rows["segment_ids"][:, ::4] == 1
+    compare.check("logits", logits[:, ::4][real], stored["logits_every4th"][real], LOGITS)
     compare.finish()

@@ -158,6 +158,13 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
     assert not layer.flags.writeable, "a view of the file"
 
 
+def test_a_gated_query_has_its_gate_beside_it_in_each_group() -> None:
+    name = "decoder.layers.0.self_attention"
+    assert shapes("gated")[f"{name}.linear_qkv.weight"] == (2 * (2 + 2 + 1 + 1) * 4, 16)
+    assert shapes("gated")[f"{name}.linear_qkv.bias"] == (48,)
+    assert shapes("gated")[f"{name}.core_attention.softmax_offset"] == (4,)
+
+
 def test_the_iteration(tmp_path: Path) -> None:
     args = MODELS["gpt"][0]
     weights = random_tensors("gpt")
