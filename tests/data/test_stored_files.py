@@ -121,13 +121,11 @@ def test_streams_that_are_missing_replaced_or_too_large(bucket: str, tmp_path: P
         rows_of(f"{bucket}/large/*.arrow", cache=tmp_path / "small", cache_gib=1e-6)
 
 
-@pytest.mark.parametrize("size", [0, 4097, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 63, 64, 65))])
-def test_sizes_are_found(bucket: str, size: int) -> None:
-    if not size and bucket.startswith("gs"):
-        pytest.skip("the emulator takes no empty object")
+def test_sizes_are_found(bucket: str) -> None:
     store = open_store(f"{bucket}/sizes")
-    store.write("object", bytes(size))
-    assert store.size("object") == size
+    for size in (1, 2, 63, 64, 65, 4097, *([] if bucket.startswith("gs") else [0])):  # gs's emulator takes none of 0.
+        store.write("object", bytes(size))
+        assert store.size("object") == size
     with pytest.raises(FileNotFoundError):
         store.size("other")
 

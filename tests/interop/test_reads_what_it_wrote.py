@@ -81,7 +81,7 @@ ODD = {
     "t5 1.1", "t5, silu", "qwen3_5_moe_text", "qwen3_next",
 }  # fmt: skip
 """Models with matrices of an odd number of inputs, two of which would be one byte of 4-bit numbers."""
-ONLY_MEGATRON = {f"{name} of Megatron-LM" for name in OF_MEGATRON.keys() - {"gpt", "llama", "mixtral"}}
+ONLY_MEGATRON = {f"{name} of Megatron-LM" for name in OF_MEGATRON.keys() - {"gpt", "llama", "mixtral", "windows"}}
 REFUSED: dict[str, tuple[set[str], str]] = {
     "hf": (ONLY_MEGATRON, "no family of Hugging Face models can express"),
     "megatron": ({*MODELS} - IN_MEGATRON, "Megatron-LM's arguments can't express the model"),
