@@ -59,20 +59,27 @@ def llama_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
 
 
-def write_llama(folder: Path, dtype: type = np.float16, seed: int = 0, **changes: object) -> dict[str, np.ndarray]:
+def write_llama(
+    folder: Path, dtype: type = np.float16, seed: int = 0, calm: bool = False, **changes: object
+) -> dict[str, np.ndarray]:
     """Writes the folder; returns its tensors. The norms are float32 whatever the dtype."""
     config = {**LLAMA, **changes}
-    return write(folder, config, llama_shapes(config), dtype, seed)
+    return write(folder, config, llama_shapes(config), dtype, seed, calm)
 
 
 def write(
-    folder: Path, config: dict, shapes: Mapping[str, tuple[int, ...]], dtype: type, seed: int = 0
+    folder: Path, config: dict, shapes: Mapping[str, tuple[int, ...]], dtype: type, seed: int = 0, calm: bool = False
 ) -> dict[str, np.ndarray]:
-    """Writes a folder with random tensors of these shapes; returns them."""
-    draw = np.random.default_rng(seed)
-    tensors = {
-        name: draw.normal(size=shape).astype(np.float32 if "norm" in name else dtype) for name, shape in shapes.items()
-    }
+    """Writes a folder with random tensors of these shapes; returns them.
+
+    calm: as at the start of training, so that a rounding of a weight changes outputs little.
+    """
+    draw, tensors = np.random.default_rng(seed), {}
+    for name, shape in shapes.items():
+        values = draw.normal(size=shape)
+        if calm:
+            values = 1 + 0.1 * values if "norm" in name else values / shape[-1] ** 0.5
+        tensors[name] = values.astype(np.float32 if "norm" in name else dtype)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")
@@ -129,12 +136,12 @@ def random_weights(declared: Mapping[str, ParamSpec], scale: float = 1.0, seed: 
     )
 
 
-def write_adapter(folder: Path, base: Path, lora: LoRAConfig, seed: int = 0) -> None:
+def write_adapter(folder: Path, base: Path, lora: LoRAConfig, seed: int = 0, scale: float = 1.0) -> None:
     """Writes an adapter of PEFT with random weights for the model of a folder."""
     model = model_of(base)
     adapted = replace(model, lora=lora)
     specs = {path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path}
-    config, tensors = adapter_files(adapted, chosen_family(model)[0], random_weights(specs, seed=seed), str(base))
+    config, tensors = adapter_files(adapted, chosen_family(model)[0], random_weights(specs, scale, seed), str(base))
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config))
     save_file(tensors, folder / TENSORS)

@@ -33,10 +33,13 @@ LORA = LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mlp.down"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base: a Hugging Face folder; run: the same as a run; adapter: of PEFT; lora, merged: runs with it."""
+    """base: a Hugging Face folder; run: the same as a run; adapter: of PEFT; lora, merged: runs with it.
+
+    The weights are calm, so that float32 rounds log-probabilities to 1e-6.
+    """
     folder = tmp_path_factory.mktemp("models")
-    write_llama(folder / "base", dtype=np.float32)
-    write_adapter(folder / "adapter", folder / "base", LORA, seed=1)
+    write_llama(folder / "base", dtype=np.float32, calm=True)
+    write_adapter(folder / "adapter", folder / "base", LORA, seed=1, scale=0.3)
     hf, peft = f"hf:{folder / 'base'}", f"peft:{folder / 'adapter'}"
     assert convert([f"--from={hf}", f"--to={folder / 'run'}"]) == 0
     assert convert([f"--from={peft}", f"--base={hf}", f"--to={folder / 'lora'}"]) == 0
