@@ -68,7 +68,5 @@ PARTS = {
     "calibrate": Part(CHECKS, "gpu.calibrate:calibrate", "the constants of the planner's cost model", prints=True),
     "expert_gradients": Part(CHECKS, "training.expert_gradients:expert_gradients",
                              "gradients by every way to dispatch tokens to experts", prints=True, processes=True),
-    "layouts": Part(CHECKS, "planning.layouts:layouts", "39 layouts against one device", prints=True),
-    "context_layouts": Part(CHECKS, "planning.layouts:context_layouts", "rows over context against one device",
-                            prints=True),
+    "layouts": Part(CHECKS, "planning.layouts:layouts", "models on layouts against one device", prints=True),
 }  # fmt: skip

@@ -1,12 +1,11 @@
 """Tiny models, one batch, and training them for a few steps on any layout."""
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,11 +26,14 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.decoder.config import DecoderConfig
 from megajax.optim.config import ScheduleConfig
+from megajax.optim.optimizer import global_norm
 from megajax.precision.config import PrecisionConfig
 from megajax.training.config import BatchConfig
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
+from megajax.training.step import mean_gradients
+from megajax.training.step import place as laid_out
 
 ROWS, LENGTH, VOCABULARY = 24, 16, 250
 """Rows of a step: 24 can be cut into 1, 2, 3, 4, 6, 8, 12 and 24 microbatches."""
@@ -222,14 +224,14 @@ def place(program: Program, batch: Batch) -> Batch:
 
 
 def in_order(program: Program, arrays: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float]:
-    """(by the paths of weights, rows in the order of the layers; the largest absolute value in rows that are no layer).
+    """(by paths of weights and observations, rows in the order of the layers; the largest value that is no layer's).
 
     The latter is NaN where one of them is.
     """
-    by_layer, padding = {}, 0.0
+    by_layer, padding, declared = {}, 0.0, program.arrays
     for path, array in arrays.items():
-        by_layer[path], order = np.asarray(array), _order(program.declared[path])
-        if program.declared[path].layers:
+        by_layer[path], order = np.asarray(array), _order(declared[path])
+        if declared[path].layers:
             padding = max(padding, np.abs(by_layer[path][order < 0]).max(initial=0.0), key=_nan_first)
             by_layer[path] = by_layer[path][order >= 0][np.argsort(order[order >= 0])]
     return by_layer, float(padding)
@@ -245,26 +247,49 @@ def _nan_first(value: float) -> tuple[bool, float]:
     return bool(np.isnan(value)), float(value)
 
 
+class Run(Protocol):
+    """What two runs of a model are compared by."""
+
+    losses: np.ndarray
+    """Of each step, on the same rows."""
+    norms: np.ndarray
+    """Of the gradients of each step."""
+    means: Mapping[str, float]
+    """Means of the first step."""
+    gradients: Mapping[str, np.ndarray]
+    """Of the first step's mean loss; stacked ones in the order of the layers."""
+    observed: Mapping[str, np.ndarray]
+    """What layers observe, in the order of the layers."""
+    padding: float
+    """The largest absolute number that belongs to no layer."""
+    evaluation: float
+    """Loss on other rows after the last step, NaN if there was no evaluation."""
+    tokens: float
+    """Tokens that the evaluation counted, 0 if there was none."""
+
+
 @dataclass(frozen=True)
 class Trained:
-    """What a few steps came to."""
+    """What a few steps came to, as a `Run`."""
 
     losses: np.ndarray
     norms: np.ndarray
     gradients: dict[str, np.ndarray]
-    """Of the first step, as the optimizer got them before clipping; stacked ones in the order of the layers."""
+    """As the optimizer got them before clipping."""
     padding: float
-    """The largest absolute weight, gradient or moment that belongs to no layer."""
+    """Of weights, gradients and moments."""
     state: TrainState
-    seconds: float
-    """Until the first step was compiled."""
+    observed: dict[str, np.ndarray]
+    """By the state after the last step."""
     before: float = np.nan
     """Evaluation on the rows of training before the first step."""
     evaluation: float = np.nan
-    """Loss on other rows after the last step."""
-    tokens: float = np.nan
-    """Tokens the evaluation counted."""
+    tokens: float = 0
     program: Program = field(repr=False, default=None)
+
+    @property
+    def means(self) -> dict[str, float]:
+        return {"loss": self.losses[0]} | ({} if np.isnan(self.before) else {"evaluated": self.before})
 
 
 def gradients_of(program: Program, state: TrainState, norm: float) -> dict[str, Any]:
@@ -276,15 +301,31 @@ def gradients_of(program: Program, state: TrainState, norm: float) -> dict[str, 
     }
 
 
-class Differentiated(NamedTuple):
-    """A batch's mean loss, and gradients of the mean in the order of the layers."""
+@dataclass(frozen=True)
+class Differentiated:
+    """A step without its update, as a `Run`."""
 
-    loss: float
-    gradients: dict[str, np.ndarray]
-    padding: float
-    """The largest absolute gradient that belongs to no layer."""
     means: dict[str, float]
     """Mean of each reported metric, and of the minimised loss under `minimised`."""
+    norm: float
+    gradients: dict[str, np.ndarray]
+    observed: dict[str, np.ndarray]
+    """By this step."""
+    padding: float
+    evaluation: float = np.nan
+    tokens: float = 0
+
+    @property
+    def loss(self) -> float:
+        return self.means["loss"]
+
+    @property
+    def losses(self) -> np.ndarray:
+        return np.array([self.loss])
+
+    @property
+    def norms(self) -> np.ndarray:
+        return np.array([self.norm])
 
 
 @cache
@@ -294,20 +335,35 @@ def differentiate(
     *,
     microbatches: int,
     average: str = "tokens",
+    compute: str = "float32",
     isolated: bool = True,
+    quick: bool = True,
     draw: Callable[[int], Batch] = rows,
 ) -> Differentiated:
-    """The gradients that the optimizer would get, in float32. Without an optimizer two thirds are left to compile."""
-    program = build_program(model, parallel, microbatches=microbatches, average=average, isolated=isolated)
+    """The gradients that the optimizer would get. Without an optimizer two thirds are left to compile."""
+    settings = {"average": average, "compute": compute, "isolated": isolated}
+    program = build_program(model, parallel, microbatches=microbatches, **settings)
+
+    def step(inputs: Any, batch: Batch, scale: Any) -> tuple[Grads, jax.Array]:
+        grads = program.grad_fn()(inputs, batch, scale)
+        # As in the train step, each device has a part of the mean.
+        return grads, global_norm(laid_out(mean_gradients(grads, scale), program.step_parts.gradient_shardings))
+
     with within(program):
         arguments = start(program).inputs, place(program, draw(0)), np.float32(1)
-        compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
-        grads: Grads = jax.device_get(compiled(*arguments))
+        compiled = jax.jit(step).lower(*arguments).compile(compiler_options=dict(QUICK if quick else {}))
+        grads, norm = jax.device_get(compiled(*arguments))
     gradients, padding = in_order(program, grads.grads)
+    observed, unused = in_order(program, grads.observed)
     weight = float(grads.weight_sum)
-    mean = {path: gradient / weight for path, gradient in gradients.items()}
     means = {name: float(np.divide(*sums)) for name, sums in grads.metrics.items()}
-    return Differentiated(means["loss"], mean, padding, means | {"minimised": float(grads.loss_sum) / weight})
+    return Differentiated(
+        means=means | {"minimised": float(grads.loss_sum) / weight},
+        norm=float(norm),
+        gradients={path: gradient / weight for path, gradient in gradients.items()},
+        observed=observed,
+        padding=max(padding, unused, key=_nan_first),
+    )
 
 
 def assert_close(
@@ -372,7 +428,7 @@ def train(
     options = QUICK if quick else {}
     settings = {"average": average, "compute": compute, "isolated": isolated}
     program = build_program(model, parallel, microbatches=microbatches, **settings)
-    reported, gradients, padding, seconds, evaluations = [], {}, 0.0, 0.0, {}
+    reported, gradients, padding, evaluations = [], {}, 0.0, {}
     with within(program):
         state = start(program)
         placed, other_batch = (place(program, draw(seed)) for seed in (0, 1))
@@ -381,10 +437,8 @@ def train(
             evaluate = evaluate.lower(state.inputs, placed).compile(compiler_options=dict(options))
             before = np.divide(*evaluate(state.inputs, placed)["loss"]).item()
         if steps:
-            started_at = time.perf_counter()
             step: Any = program.train_step
             step = step.lower(state, placed).compile(compiler_options=dict(options))
-            seconds = time.perf_counter() - started_at
         for number in range(steps):
             state, metrics = step(state, placed)
             reported.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -396,7 +450,9 @@ def train(
     for arrays in (state.params, *(part for part in state.optimizer.values() if isinstance(part, dict))):
         padding = max(padding, in_order(program, arrays)[1], key=_nan_first)
     losses, norms = np.array(reported).reshape(steps, 2).T
-    return Trained(losses, norms, gradients, padding, state, seconds, program=program, **evaluations)
+    observed, unused = in_order(program, state.observed)
+    padding = max(padding, unused, key=_nan_first)
+    return Trained(losses, norms, gradients, padding, state, observed, program=program, **evaluations)
 
 
 def losses_of_steps(program: Program) -> list[float]:

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from hugging_face_folders import read_all
 from PIL import Image
+from tiny_encoders import document_leaves
 from tiny_runs import QUICK
 
 from megajax.data.images.transforms import patch_image
@@ -33,7 +34,6 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.sharding_rules import Plan
 from megajax.models.presets.qwen import qwen3_vl
-from tests.models.test_qwen_vl import document_leaves
 
 IMAGE, ROWS, TOLERANCE = 120, ("text", "one", "several", "start", "end"), 5e-5
 

@@ -1,4 +1,4 @@
-"""Masks of dropout; test_layouts_matrix.py has them on layouts, test_segments.py groups layers."""
+"""Masks of dropout; tests/one_device.py has them on layouts, test_segments.py groups layers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Parts other than attention that look along a row sharded over `context`: losses and gradients of one device."""
+"""Parts other than attention that look along a row sharded over `context`. tests/one_device.py has whole models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,26 +8,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny_runs
 from jax.sharding import AxisType, PartitionSpec
-from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe
 from tiny_runs import (
     LENGTH,
     ONE,
     QUICK,
     VOCABULARY,
-    assert_close,
-    assert_same_step,
     build_program,
-    gpt,
     llama,
-    train,
-    with_block,
 )
 
-from megajax.batch import Batch, Leaf
+from megajax.batch import Leaf
 from megajax.job.notebook import set_up
-from megajax.layers.lora.config import LoRAConfig
 from megajax.layers.moe.config import CapacityConfig, RouterConfig
 from megajax.layers.moe.router import Routing, TokenAxes, choose, within_capacity
 from megajax.layers.stack.config import StackConfig
@@ -36,7 +28,6 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.sharding_rules import Plan
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.classifier.config import ClassHeadConfig, with_text_head
-from megajax.models.decoder.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.decoder.multi_token_prediction import shifted
 from megajax.models.presets.encoders import bert
 from megajax.models.presets.vit import llava, vit, vit_tower
@@ -47,12 +38,6 @@ from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import EvaluationConfig
 
 TWO = ParallelConfig(data=1, context=2)
-FOUR = ParallelConfig(data=1, context=4)
-PIPELINE = ParallelConfig(pipeline=2, data=1, context=2, tensor=2)
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def on_devices(sharding: SequenceSharding, local: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -120,99 +105,6 @@ def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
     np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
 
 
-def ahead(model: DecoderConfig, depth: int, **settings: object) -> DecoderConfig:
-    return replace(model, prediction=PredictionConfig(depth=depth, weight=0.3, **settings))
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        slow(ahead(llama(repeats=1), 1), TWO),
-        slow(ahead(llama(), 2), replace(PIPELINE, context_rounds=2)),
-        slow(ahead(llama(), 2, reweighted="microbatches"), replace(FOUR, tensor=2, sequence=True)),
-        slow(ahead(gpt(), 2), PIPELINE),
-    ],
-    ids=["documents", "pipeline", "microbatches", "dropout in a pipeline"],
-)
-def test_heads_that_predict_further_ahead(model: DecoderConfig, parallel: ParallelConfig) -> None:
-    assert_same_step(model, parallel, microbatches=3, floor=1e-3)
-
-
-def without_counted(seed: int) -> Batch:
-    """Rows whose first and last quarter of tokens do not count: the first of two devices has none."""
-    batch = tiny_runs.rows(seed)
-    quarter = LENGTH // 4
-    inside = (np.arange(LENGTH) >= quarter) & (np.arange(LENGTH) < 3 * quarter)
-    return {**batch, "loss_mask": batch["loss_mask"] * inside[None]}
-
-
-OBJECTIVE = replace(llama(), label_smoothing=0.1, z_loss=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("average", "draw"), [("tokens", without_counted), ("microbatches", tiny_runs.rows)])
-def test_both_averages_with_smoothed_labels_and_a_z_loss(average: str, draw: Callable[[int], Batch]) -> None:
-    """Losses of three steps and of evaluations, and the first step's gradients."""
-    model, parallel = ahead(OBJECTIVE, 1), replace(TWO, data=2, context_strategy="ring")
-    settings = {"average": average, "draw": draw}
-    replicas = parallel.data_size(8) if average == "microbatches" else 1
-    actual = train(model, parallel, microbatches=2, **settings)
-    expected = train(model, ONE, microbatches=2 * replicas, **settings)
-    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
-    np.testing.assert_allclose(actual.before, expected.before, rtol=1e-5)
-    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
-    assert actual.tokens == expected.tokens
-    assert_close(actual.gradients, expected.gradients, floor=1e-3)
-
-
-DROPS_BY_POSITION = RouterConfig(aux_loss=0.01, capacity=CapacityConfig(factor=0.7, drop="position"))
-SINKHORN = RouterConfig(sinkhorn=True, score="sigmoid")
-EXPERTS = ParallelConfig(data=2, expert=2, context=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("router", "way", "parallel", "average"),
-    [
-        (DROPS_BY_POSITION, "gather", FOUR, "tokens"),
-        (SINKHORN, "gather", TWO, "tokens"),
-        (LOSSES, "gather", TWO, "microbatches"),
-        (BIASED, "ragged", EXPERTS, "tokens"),
-        (LOSSES, "capacity", EXPERTS, "tokens"),
-        (DROPS, "gather", replace(PIPELINE, tensor=1, expert=2, context_rounds=2), "tokens"),
-    ],
-)
-def test_experts(router: RouterConfig, way: str, parallel: ParallelConfig, average: str) -> None:
-    settings = {"microbatches": 3 if parallel.pipeline == 1 else 2, "average": average}
-    actual, expected = train(moe(router, way), parallel, **settings), train(moe(router), ONE, **settings)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
-    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
-    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
-    assert_close(actual.gradients, expected.gradients, floor=1e-3)
-    for name in (LOAD, LOAD.replace("load", "report")):
-        observed = [np.sort(np.asarray(run.state.observed[name]), axis=0) for run in (actual, expected)]
-        np.testing.assert_allclose(observed[0], observed[1], rtol=1e-5, atol=1e-5, err_msg=name)
-    up = actual.state.params["stack.blocks.0.mlp.experts.up"]
-    assert up.size == parallel.without_data() * parallel.data * up.addressable_shards[0].data.size
-
-
-def experts_in_one_layer() -> DecoderConfig:
-    model = with_block(moe(DROPS_BY_POSITION, "gather"), mlp={"experts": 4, "shared": None})
-    return replace(model, stack=replace(model.stack, repeats=1))
-
-
-def test_a_layer_of_experts() -> None:
-    assert_same_step(experts_in_one_layer(), TWO, microbatches=3, floor=1e-3)
-
-
-@pytest.mark.slow
-def test_adapters_and_width_scaling() -> None:
-    adapted = replace(llama(), lora=LoRAConfig(rank=4, alpha=8.0, dropout=0.2))
-    scaled = replace(adapted, width_scaling=WidthScalingConfig(base_hidden=16))
-    assert_same_step(scaled, replace(TWO, tensor=2), microbatches=3, floor=1e-3)
-
-
 def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None]:
     """Logits of rows of several lengths, the loss of an evaluation, and a text, by fresh weights."""
     cfg = build_program(llama(repeats=2), parallel, microbatches=2).cfg
@@ -228,8 +120,8 @@ def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str |
 
 @pytest.mark.slow
 def test_a_run_answers_in_a_notebook() -> None:
-    """There the compiler shards rows, in plain chunks of any length."""
-    actual, expected = ask_scores(replace(PIPELINE, tensor=1, context_strategy="ring")), ask_scores(ONE)
+    """Outside a step the compiler shards rows, in plain chunks of any length."""
+    actual, expected = ask_scores(replace(TWO, pipeline=2, context_strategy="ring")), ask_scores(ONE)
     for scores, expected_scores in zip(actual[0], expected[0], strict=True):
         np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)

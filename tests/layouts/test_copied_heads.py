@@ -1,4 +1,4 @@
-"""Two key-value heads on four and eight devices of `tensor`: losses, gradients, collectives, and use in a notebook."""
+"""Two key-value heads on four and eight devices of `tensor`: collectives, and use in a notebook."""
 
 from typing import Any
 
@@ -15,7 +15,6 @@ from tiny_runs import (
     llama,
     rows,
     start,
-    train,
     with_block,
     within,
 )
@@ -28,7 +27,7 @@ from megajax.planning.compiled.hlo import Collective, read
 
 FSDP = ParallelConfig(data=2, tensor=4, sequence=True, data_sharding="fsdp")
 PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=4)
-LAYOUTS = {"fsdp": FSDP, "pipeline": PIPELINE, "eight devices": ParallelConfig(data=1, tensor=8)}
+LAYOUTS = {"fsdp": FSDP, "pipeline": PIPELINE}
 
 
 def model(kv_heads: int = 2, **changes: Any) -> DecoderConfig:
@@ -37,18 +36,6 @@ def model(kv_heads: int = 2, **changes: Any) -> DecoderConfig:
 
 FULL = model(qkv_bias=True, qk_norm=RMSNormConfig())
 """With biases of keys and values, and a gain on keys."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_and_gradients_equal_those_of_one_device(layout):
-    expected, actual = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-6)
-    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-6)
-    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
-    assert_close(actual.gradients, expected.gradients, floor=1e-3)
-    shapes = [{path: array.shape for path, array in run.state.params.items()} for run in (actual, expected)]
-    assert shapes[0] == shapes[1]
 
 
 def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
@@ -83,7 +70,7 @@ def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
 
 
 def test_a_model_is_called_with_weights_at_rest():
-    """By plain jax.jit, as in a notebook; and differentiated."""
+    """A plain jax.jit calls and differentiates it, as in a notebook."""
     tokens = rows()["tokens"][:4]
     actual = []
     for parallel in (ONE, FSDP):

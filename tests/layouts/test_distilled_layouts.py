@@ -1,31 +1,22 @@
-"""Distillation: gradients equal those of plain formulas on whole logits, and all layouts agree."""
+"""Distillation: gradients equal those of plain formulas on whole logits. tests/one_device.py has layouts."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, QUICK, build_program, differentiate, gpt, llama, place, rows, start, within
+from tiny_decoders import DISTILLATION, TEACHER, distilled
+from tiny_runs import ONE, QUICK, build_program, llama, place, rows, start, within
 
 from megajax.interop.weights.model_differences import differences
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
-from megajax.models.distilled.config import DistillationConfig, DistilledDecoderConfig, with_teacher
-
-LOSS = DistillationConfig(mixture=0.3, temperature=2.0, weight=0.7, label_weight=0.4)
-TEACHER = replace(gpt("selective", repeats=1), hidden=48, sequence_length=LENGTH + 2, logit_cap=3.0)
-
-
-def model(loss: DistillationConfig = LOSS) -> DistilledDecoderConfig:
-    """A student with capped logits, and a wider teacher of another kind, with dropout that must not act."""
-    return with_teacher(replace(llama(repeats=1), logit_cap=5.0), TEACHER, loss)
 
 
 @pytest.mark.slow
 def test_gradients_equal_those_of_whole_logits() -> None:
-    program = build_program(model(), ONE, microbatches=2)
+    program = build_program(distilled(), ONE, microbatches=2)
 
     def plain(params, piece):
         module = bind(program.abstract, params)
@@ -34,12 +25,12 @@ def test_gradients_equal_those_of_whole_logits() -> None:
             return decoder.logits(decoder.states(piece))
 
         student, teacher = logits(module), jax.lax.stop_gradient(logits(module.teacher))
-        log_q, log_p = (jax.nn.log_softmax(z / LOSS.temperature) for z in (student, teacher))
-        p, q, b = jnp.exp(log_p), jnp.exp(log_q), LOSS.mixture
+        log_q, log_p = (jax.nn.log_softmax(z / DISTILLATION.temperature) for z in (student, teacher))
+        p, q, b = jnp.exp(log_p), jnp.exp(log_q), DISTILLATION.mixture
         log_m = jnp.log(b * p + (1 - b) * q)
         divergence = (b * p * (log_p - log_m) + (1 - b) * q * (log_q - log_m)).sum(-1)
         entropy = -jnp.take_along_axis(jax.nn.log_softmax(student), piece["labels"][..., None], -1)[..., 0]
-        losses = LOSS.weight * divergence + LOSS.label_weight * entropy
+        losses = DISTILLATION.weight * divergence + DISTILLATION.label_weight * entropy
         mask = piece["loss_mask"]
         return (losses * mask).sum(), {"loss": (entropy * mask).sum(), "divergence": (divergence * mask).sum()}
 
@@ -62,24 +53,6 @@ def test_gradients_equal_those_of_whole_logits() -> None:
         np.testing.assert_allclose(actual.grads[path] / 4, gradients[path], atol=1e-5 * scale, err_msg=path)
 
 
-LAYOUTS = {
-    "tensor": ParallelConfig(data=1, tensor=2, sequence=True),
-    "cut rows": ParallelConfig(data=2, context=2, context_strategy="ring"),
-    "fsdp": ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_have_the_losses_and_gradients_of_one_device(layout: str) -> None:
-    run = partial(differentiate, model(), microbatches=2)
-    expected, actual = run(ONE), run(LAYOUTS[layout])
-    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
-    for path, gradient in expected.gradients.items():
-        scale = np.abs(gradient).max()
-        np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
-
-
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [
@@ -89,14 +62,14 @@ def test_layouts_have_the_losses_and_gradients_of_one_device(layout: str) -> Non
     ],
 )
 def test_problems(changes: dict[str, object], setting: str) -> None:
-    assert [problem.setting for problem in replace(model(), **changes).problems()] == [setting]
+    assert [problem.setting for problem in replace(distilled(), **changes).problems()] == [setting]
 
 
 def test_stages_are_refused() -> None:
-    problems = model().parallel_problems(ParallelConfig(pipeline=2), 1)
+    problems = distilled().parallel_problems(ParallelConfig(pipeline=2), 1)
     assert "teacher" in [problem.setting for problem in problems]
 
 
 def test_the_student_computes_the_same_as_without_the_teacher() -> None:
-    """So it starts from other weights, and is exported."""
-    assert differences(model(), replace(llama(repeats=1), logit_cap=5.0)) == []
+    """So it starts from the weights of other models, and is exported as they are."""
+    assert differences(distilled(), replace(llama(repeats=1), logit_cap=5.0)) == []

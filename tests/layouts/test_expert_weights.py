@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_decoders import ROUTERS, moe
+from tiny_runs import build_program
 
 from megajax.layers.param import Normal, ParamSpec
 from megajax.mesh.collectives import token_axes
@@ -85,3 +87,14 @@ def test_gradients_of_experts_equal_one_device_and_their_weights_are_sharded(par
     shards = sharded * parallel.tensor
     assert placed.addressable_shards[0].data.nbytes == W.nbytes // shards
     assert gradients["up"].addressable_shards[0].data.nbytes == W.nbytes // shards
+
+
+def test_weights_of_experts_and_their_moments_are_sharded() -> None:
+    """They are sharded over `expert`, and over `data` where the layout shards master weights or all weights."""
+    path = "stack.blocks.0.mlp.experts.up"
+    for sharding, parts in (("zero1", 8), ("fsdp", 8), ("replicate", 4)):
+        parallel = ParallelConfig(data=2, expert=4, data_sharding=sharding)
+        program = build_program(moe(ROUTERS["biased"]), parallel, microbatches=3)
+        shape = program.declared[path].shape
+        for shardings in (program.shardings.params, program.shardings.optimizer["first_moment"]):
+            assert np.prod(shape) == parts * np.prod(shardings[path].shard_shape(shape))

@@ -63,14 +63,15 @@ def gradients(program: Program, weights: Mapping[str, np.ndarray]) -> dict[str, 
     [
         (ONE, NF4, LORA),
         pytest.param(ONE, QuantizationConfig(weights="int8"), LORA, marks=pytest.mark.slow),
-        pytest.param(SHARDED, NF4, LORA, marks=pytest.mark.slow),
         pytest.param(ParallelConfig(data=2, pipeline=2), NF4, LORA, marks=pytest.mark.slow),
-        pytest.param(ONE, NF4, DORA, marks=pytest.mark.slow),
         pytest.param(SHARDED, NF4, DORA, marks=pytest.mark.slow),
         pytest.param(SHARDED, TILES, LORA, marks=pytest.mark.slow),
     ],
     ids=[
-        *("nf4", "int8", "nf4, fsdp and tensor", "nf4, pipeline", "nf4, dora", "nf4, dora, fsdp and tensor"),
+        "nf4",
+        "int8",
+        "nf4, pipeline",
+        "nf4, dora, fsdp and tensor",
         "fp8_blocks, fsdp and tensor",
     ],
 )

@@ -5,12 +5,13 @@ those of their losses alone: in float64 they have a closed form.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from test_answer_layouts import answers
+from tiny_decoders import answers
 from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, in_order, llama, place, rows, start, with_block, within
 
 from megajax.batch import Batch
@@ -19,6 +20,7 @@ from megajax.layers.moe.config import CapacityConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.answers.config import DPOConfig, with_objective
 from megajax.models.decoder.config import DecoderConfig, PredictionConfig
+from megajax.training.program import Program
 
 EXPERTS, CHOSEN, MICROBATCHES, EPSILON = 8, 2, 2, 1e-5
 COEFFICIENTS = {"aux": 0.3, "row": 0.5, "z": 0.02}
@@ -54,15 +56,22 @@ class Result(NamedTuple):
     router: np.ndarray
 
 
-def differentiated(model: DecoderConfig, parallel: ParallelConfig, average: str, batch: Batch) -> Result:
-    """The gradients of a step."""
+@cache
+def compiled(model: DecoderConfig, parallel: ParallelConfig, average: str) -> tuple[Program, dict[str, Any], Any]:
+    """(the program, its weights, the gradients of a step)."""
     program = build_program(model, parallel, microbatches=MICROBATCHES, average=average, isolated=False)
     with within(program):
         inputs = dict(start(program).inputs)
         inputs |= {path: w * 0 for path, w in inputs.items() if path.endswith(BEFORE_RESIDUAL)}
-        arguments = inputs, place(program, batch), np.float32(4)  # a loss scale
-        compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
-        grads = jax.device_get(compiled(*arguments))
+        lowered = jax.jit(program.grad_fn()).lower(inputs, program.batch_like(), np.float32(1))
+        return program, inputs, lowered.compile(compiler_options=dict(QUICK))
+
+
+def differentiated(model: DecoderConfig, parallel: ParallelConfig, average: str, batch: Batch) -> Result:
+    """The gradients of a step."""
+    program, inputs, gradients_of = compiled(model, parallel, average)
+    with within(program):
+        grads = jax.device_get(gradients_of(inputs, place(program, batch), np.float32(4)))  # a loss scale
     ordered, _ = in_order(program, {path: inputs[path] for path in (GAIN, ROUTER)})
     gradients, _ = in_order(program, grads.grads)
     scaled = {path: gradient / (4 * float(grads.weight_sum)) for path, gradient in gradients.items()}
@@ -101,29 +110,23 @@ def check(result: Result, batch: Batch) -> None:
     np.testing.assert_allclose(result.gradients[ROUTER], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-LAYOUTS = {
-    "one device": ONE,
-    "expert 2, tensor 2, sequence": ParallelConfig(data=1, expert=2, tensor=2, sequence=True),
-    "pipeline 2, data 2": ParallelConfig(pipeline=2, data=2),
-    "context 2": ParallelConfig(data=1, context=2),
+PROGRAMS = {
+    "one device": (ONE, "tokens"),
+    "one device, means": (ONE, "microbatches"),
+    "expert 2, tensor 2, sequence": (ParallelConfig(data=1, expert=2, tensor=2, sequence=True), "tokens"),
+    "pipeline 2, data 2, means": (ParallelConfig(pipeline=2, data=2), "microbatches"),
+    "context 2": (ParallelConfig(data=1, context=2), "tokens"),
 }
-LABELS = {"all": ("all", 1.0), "answers": ("answers", 1.0), "answers of weight 0.01": ("answers", 0.01)}
 
 
-QUICK_CASES = {("one device", "tokens"), ("expert 2, tensor 2, sequence", "tokens"), ("one device", "microbatches")}
-PROGRAMS = [
-    pytest.param(layout, average, marks=[] if (layout, average) in QUICK_CASES else pytest.mark.slow)
-    for layout in LAYOUTS
-    for average in ("tokens", "microbatches")
-]
-
-
-@pytest.mark.parametrize("labels", LABELS)
-@pytest.mark.parametrize(("layout", "average"), PROGRAMS)
-def test_a_router_loss_is_a_mean_over_routed_positions(layout, average, labels):
-    batch = batch_of(*LABELS[labels])
-    result = differentiated(mixture(), LAYOUTS[layout], average, batch)
-    check(result, batch)
+@pytest.mark.parametrize(
+    "name", [*[*PROGRAMS][:3], *(pytest.param(name, marks=pytest.mark.slow) for name in [*PROGRAMS][3:])]
+)
+def test_a_router_loss_is_a_mean_over_routed_positions(name: str) -> None:
+    """Whichever labels count, and whatever they weigh."""
+    for labels, weight in (("all", 1.0), ("answers", 1.0), ("answers", 0.01)):
+        batch = batch_of(labels, weight)
+        check(differentiated(mixture(), *PROGRAMS[name], batch), batch)
 
 
 def test_router_losses_beside_a_loss_of_answers():

@@ -1,4 +1,4 @@
-"""BERT and decoders with heads that classify texts: their numbers, layouts, and starts from pretrained weights."""
+"""BERT and decoders with heads that classify texts: their numbers. tests/one_device.py has layouts."""
 
 from dataclasses import replace
 
@@ -8,79 +8,27 @@ import numpy as np
 import pytest
 import tiny_runs
 from flax import nnx
-from tiny_runs import LENGTH, ROWS, VOCABULARY
+from tiny_encoders import CLASSES, HEADS, LAST, classifier, read_by, texts
+from tiny_runs import LENGTH, ROWS
 
-from megajax.batch import Batch
 from megajax.config.compose import problems_of
 from megajax.layers.param import bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.sharding_rules import Plan
 from megajax.models.classifier.config import (
-    ChoiceHeadConfig,
-    ClassHeadConfig,
-    RegressionHeadConfig,
-    SpanHeadConfig,
     TextClassifierConfig,
-    TextHead,
     with_text_head,
 )
 from megajax.models.classifier.module import POOLINGS
 from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import facts_of
-from megajax.models.presets.encoders import bert
 from megajax.models.reduction import LossReduction
-
-CLASSES = ClassHeadConfig(classes=3, dropout=0.0)
-HEADS = {
-    "classes": CLASSES,
-    "number": RegressionHeadConfig(dropout=0.0),
-    "choices": ChoiceHeadConfig(choices=3, dropout=0.0),
-    "span": SpanHeadConfig(),
-}
-LAST = replace(CLASSES, pooling="last", pooler=False)
-
-
-def small_bert(head: TextHead) -> TextClassifierConfig:
-    base = bert("debug", sequence_length=LENGTH, vocabulary_size=VOCABULARY, dropout=0.0)
-    return with_text_head(replace(base, init_std=0.06, recompute="none"), head)
-
-
-def draw(seed: int, choices: int = 3) -> Batch:
-    """Rows of sequences with padding at their ends, a fifth of the rows without weight."""
-    rng = np.random.default_rng(seed)
-    shape = (ROWS, choices, LENGTH) if choices > 1 else (ROWS, LENGTH)
-    lengths = rng.integers(4, LENGTH + 1, (*shape[:-1], 1))
-    segments = (np.arange(LENGTH) < lengths).astype(np.int32)
-    starts = rng.integers(0, 4, ROWS, dtype=np.int32)
-    return {
-        "tokens": rng.integers(0, VOCABULARY, shape, dtype=np.int32),
-        "segment_ids": segments,
-        "token_types": segments * (np.arange(LENGTH) >= 3).astype(np.int32),
-        "labels": rng.integers(0, 3, ROWS, dtype=np.int32),
-        "starts": starts,
-        "ends": starts,
-        "loss_mask": (rng.random(ROWS) < 0.8).astype(np.float32),
-        "sample": np.arange(40, 40 + ROWS, dtype=np.uint32),
-    }
-
-
-def draw_one(seed: int) -> Batch:
-    return draw(seed, choices=1)
-
-
-def draw_numbers(seed: int) -> Batch:
-    rows = draw_one(seed)
-    return {**rows, "labels": rows["labels"].astype(np.float32)}
-
-
-def draw_of(name: str):
-    return {"choices": draw, "number": draw_numbers}.get(name, draw_one)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_have_the_loss_that_numpy_computes_from_their_scores(name):
-    rows, model = draw_of(name)(0), random_values(small_bert(HEADS[name]))
+    rows, model = read_by(name)(0), random_values(classifier(name))
     shape = (ROWS * model.cfg.head.sequences(), LENGTH, model.cfg.hidden)
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     ctx = model.context(rows)
@@ -119,7 +67,7 @@ def cross_entropy(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def test_padding_changes_nothing():
-    model, rows = random_values(small_bert(CLASSES)), draw_one(0)
+    model, rows = random_values(classifier("classes")), texts(0)
     forward = jax.jit(lambda tokens: model(tokens, segment_ids=rows["segment_ids"]))
     changed = np.where(rows["segment_ids"] > 0, rows["tokens"], 7)
     np.testing.assert_allclose(forward(rows["tokens"]), forward(changed), atol=1e-6)
@@ -136,48 +84,9 @@ def test_poolings_ignore_padding():
         np.testing.assert_allclose(POOLINGS[name](x, segments), np.stack(expected))
 
 
-LAYOUTS = {
-    "data": ParallelConfig(data=4),
-    "fsdp": ParallelConfig(data=2, tensor=2, data_sharding="fsdp"),
-    "sequence": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),
-    "pipeline": ParallelConfig(data=2, pipeline=2, tensor=2),
-}
-
-
-def small_model(name: str) -> TextClassifierConfig:
-    return with_text_head(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("classes", "fsdp"),
-        ("number", "data"),
-        ("choices", "sequence"),
-        ("choices", "pipeline"),
-        ("span", "pipeline"),
-        ("decoder", "sequence"),
-    ],
-)
-def test_layouts_have_the_gradients_of_one_device(name, layout):
-    cfg, draw = small_model(name), draw_of(name)
-    cfg = replace(cfg, recompute="selective") if layout == "fsdp" else cfg
-    expected = tiny_runs.differentiate(cfg, microbatches=2, draw=draw)
-    actual = tiny_runs.differentiate(cfg, LAYOUTS[layout], microbatches=2, draw=draw)
-    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
-    assert actual.padding == 0
-    if name == "choices":
-        # One bias for all choices: the softmax over them cancels it, and leaves the rounding of probabilities.
-        biases = [np.abs(run.gradients["head.linear.bias"]).max() for run in (actual, expected)]
-        assert max(biases) < np.finfo(np.float32).eps
-    # Gradients of biases that a softmax cancels are zeros except for rounding.
-    tiny_runs.assert_close(actual.gradients, expected.gradients, floor=0.01)
-
-
 @pytest.mark.parametrize("name", [*HEADS, "decoder"])
 def test_a_row_has_the_positions_of_all_its_sequences(name):
-    cfg = small_model(name)
+    cfg = classifier(name)
     assert facts_of(cfg) is cfg and cfg.row_positions() == LENGTH * cfg.head.sequences()
 
 
@@ -186,6 +95,6 @@ def test_problems_are_reported():
     messages = [str(problem) for problem in problems_of(with_text_head(decoder, CLASSES))]
     assert len(messages) == 1 and "the first token of a causal model sees no other token" in messages[0]
     assert not problems_of(with_text_head(decoder, LAST))
-    assert not small_bert(CLASSES).allows_context() and not with_text_head(decoder, LAST).allows_context()
+    assert not classifier("classes").allows_context() and not with_text_head(decoder, LAST).allows_context()
     for head, place in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
         assert [problem.setting for problem in problems_of(head)] == [place]

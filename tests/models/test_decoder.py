@@ -110,7 +110,7 @@ def test_isolated_documents_do_not_see_each_other():
 
 
 def test_an_isolated_document_equals_one_on_its_own():
-    """With rotary positions, which depend on distances only, anywhere in the row."""
+    """Rotary positions depend on distances only, so that it may be anywhere in the row."""
     moved = TOKENS.copy()
     moved[:, :4] = TOKENS[:, 5:9]
     packed = forward(LLAMA)(TOKENS, POSITIONS, SEGMENTS)
@@ -132,7 +132,7 @@ def test_learned_positions_are_read_by_number():
 
 
 def test_the_factor_on_embeddings_includes_learned_positions():
-    """As with Megatron-LM's --mup-embedding-mult."""
+    """Megatron-LM's --mup-embedding-mult does so too."""
     scaled = replace(GPT, width_scaling=WidthScalingConfig(base_hidden=GPT.hidden, embedding=3.0))
     plain, tripled = (bind(abstract(cfg, ParallelConfig()), weights(GPT)) for cfg in (GPT, scaled))
     ctx = Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))
@@ -155,7 +155,7 @@ def test_token_losses_are_of_the_logits(cfg):
 
 @pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_plain_jit_on_a_mesh_is_one_device(cfg):
-    """As in a notebook: without a surrounding shard_map, weights sharded over data and tensor at rest."""
+    """A notebook calls it without a surrounding shard_map, with weights sharded over data and tensor at rest."""
     parallel = ParallelConfig(data=2, tensor=2, sequence=cfg is LLAMA, data_sharding="fsdp")
     model, mesh, plan = abstract(cfg, parallel), build_mesh(parallel), Plan.of(parallel)
     placed = jax.device_put(weights(cfg), parameter_shardings(specs(model), plan.params, mesh))

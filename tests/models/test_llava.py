@@ -1,4 +1,4 @@
-"""LLaVA inserts images where its rows say, has the losses of one device on every layout, and freezes its tower."""
+"""LLaVA inserts images where its rows say, and freezes its tower. tests/one_device.py has layouts."""
 
 from dataclasses import replace
 
@@ -6,57 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, assert_same_step, build_program, place, start, within
-from tiny_runs import rows as plain_rows
+from tiny_encoders import GATED, IMAGE, llava, rows_with_images
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, place, start, within
 
 from megajax.batch import Batch, Placeholder
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.layers.attention.config import AttentionConfig
-from megajax.layers.block.config import BlockConfig
 from megajax.layers.context import Context
 from megajax.layers.facts import total_size
-from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
-from megajax.layers.norm.config import LayerNormConfig
 from megajax.layers.param import bind
-from megajax.layers.position.config import RopeConfig
-from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.decoder.config import DecoderConfig
 from megajax.models.decoder.module import DecoderLM
 from megajax.models.llava.config import LlavaConfig, ProjectorConfig
 from megajax.models.llava.module import Llava, VisionSection
-from megajax.models.presets.vit import llava as joined
-from megajax.models.vision.config import VisionTowerConfig
 from megajax.training.program import Program
-
-IMAGE = VOCABULARY - 1
-SEEING = BlockConfig(mixer=AttentionConfig(heads=4, causal=False), mlp=DenseMLPConfig(ffn=64), norm=LayerNormConfig())
-READING = BlockConfig(mixer=AttentionConfig(heads=8, kv_heads=4, rope=RopeConfig()), mlp=GatedMLPConfig(ffn=48))
-
-
-def llava(*, shuffle: int = 1, ffn: int | None = None, dropout: float = 0.0) -> LlavaConfig:
-    """Two images of a row, each of 2 x 2 patches and a class token."""
-    vision = VisionTowerConfig(
-        hidden=64,
-        stack=StackConfig(pattern=(replace(SEEING, dropout=dropout),), repeats=3),
-        height=8,
-        width=8,
-        patch=4,
-        init_std=0.06,
-    )
-    language = DecoderConfig(
-        hidden=32,
-        vocabulary_size=VOCABULARY,
-        sequence_length=LENGTH,
-        stack=StackConfig(pattern=(replace(READING, dropout=dropout),), repeats=2),
-        init_std=0.06,
-        loss_chunk=24,
-        dropout=dropout,
-    )
-    projector = ProjectorConfig(pixel_shuffle=shuffle, ffn=ffn)
-    return joined(language, vision, image_token=IMAGE, slots=2, projector=projector)
 
 
 def rows(model: LlavaConfig, images: int = 1) -> dict[str, np.ndarray]:
@@ -65,15 +29,6 @@ def rows(model: LlavaConfig, images: int = 1) -> dict[str, np.ndarray]:
     tokens = draw.integers(1, IMAGE, (2, LENGTH)).astype(np.int32)
     tokens[0, 2 : 2 + count] = IMAGE
     return {"tokens": tokens, "images": draw.integers(0, 256, (2, 2, 8, 8, 3), np.uint8)}
-
-
-def batches(seed: int) -> Batch:
-    """The rows of other tests, with images and, in most rows, the positions of one or both."""
-    batch, draw = dict(plain_rows(seed)), np.random.default_rng(seed)
-    batch["images"] = draw.integers(0, 256, (ROWS, 2, 8, 8, 3), np.uint8)
-    for row, images in enumerate(draw.integers(0, 3, ROWS)):
-        batch["tokens"][row, 1 : 1 + 4 * images] = IMAGE
-    return batch
 
 
 def build_model(model: LlavaConfig) -> Llava:
@@ -86,7 +41,7 @@ def build_model(model: LlavaConfig) -> Llava:
     ("shuffle", "ffn", "keep"), [(2, None, False), pytest.param(1, 0, True, marks=pytest.mark.slow)]
 )
 def test_images_are_inserted_at_their_tokens(shuffle: int, ffn: int | None, keep: bool) -> None:
-    """Equal to the decoder on embeddings with the projected images inserted by the test."""
+    """The decoder gives the same logits on embeddings into which the test inserts the projected images."""
     model = build_model(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
     batch = rows(model.cfg, images=2)
     section, answer = VisionSection(model), jax.jit(lambda batch: model(**batch))
@@ -149,40 +104,16 @@ def test_pixel_shuffle_joins_the_channels_of_a_square() -> None:
     np.testing.assert_array_equal(model.projector.shuffled(patches), patches.reshape(1, 1, 256))
 
 
-GATED = ProjectorConfig(ffn=24, activation="silu", gated=True, bias=False)
-MIXED = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
-DROPPING = llava(dropout=0.1)
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        (llava(), MIXED),
-        *(
-            pytest.param(*values, marks=pytest.mark.slow)
-            for values in (
-                (llava(shuffle=2), ParallelConfig(data=4, tensor=2, data_sharding="fsdp")),
-                (replace(llava(), keep_class_tokens=True, projector=GATED), MIXED),
-                (replace(DROPPING, recompute="full", vision=replace(DROPPING.vision, recompute="full")), MIXED),
-            )
-        ),
-    ],
-)
-def test_trains_like_one_device(model: LlavaConfig, parallel: ParallelConfig) -> None:
-    single = assert_same_step(model, parallel, microbatches=3, tolerance=1e-4, floor=1e-4, draw=batches)
-    assert np.abs(single.gradients["projector.down"]).max() > 0
-
-
 @pytest.mark.slow
 def test_a_frozen_tower_costs_no_gradient() -> None:
-    """Fewer matmuls than with a trained one, and no moments; the forward pass stays."""
+    """It has fewer matmuls than a trained one, and no moments; the forward pass stays."""
     cfg = build_program(llava(), ONE, microbatches=1).cfg
 
     def compiled(trainable: tuple[str, ...]) -> tuple[float, Program]:
         frozen = replace(cfg, optimizer=replace(cfg.optimizer, trainable=trainable))
         program = Program.of(frozen, build_mesh(ONE))
         with within(program):
-            state, batch = start(program), place(program, batches(0))
+            state, batch = start(program), place(program, rows_with_images(0))
             return program.train_step.lower(state, batch).compile().cost_analysis()["flops"], program
 
     all_flops, all_trained = compiled(("*",))

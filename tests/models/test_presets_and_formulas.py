@@ -297,7 +297,7 @@ def test_sizes_of_state_space_models_match_their_names(cfg, billions):
 
 @pytest.mark.parametrize(("size", "layers"), [("8b", (24, 24, 4)), ("56b", (54, 54, 10))])
 def test_nemotron_h_has_the_layers_of_the_paper(size, layers):
-    """Mamba-2, MLP and attention; NVIDIA 2025, table 1."""
+    """Table 1 (NVIDIA 2025) counts its Mamba-2, MLP and attention layers."""
     pattern = NEMOTRON_H[size].pattern
     assert tuple(map(pattern.count, "M-*")) == layers
     assert pattern.startswith("M-M-M-M*-M-M-M-M-M*-M-") and pattern.endswith("*-M-M-M-M-M-")

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from tiny_encoders import HEADS as TEXT_HEADS
+from tiny_encoders import bert, classifier, clip, intern, llava, normalised_after, positioned, siglip, t5
 from tiny_runs import LENGTH, ONE, READ, ROWS, build_program, gpt, llama
 
 from megajax.layers.attention.config import CrossAttentionConfig
@@ -23,12 +25,7 @@ from megajax.models.decoder.config import DecoderConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.vit.config import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig
-from tests.models.test_classifiers import HEADS as TEXT_HEADS
-from tests.models.test_classifiers import small_model
-from tests.models.test_encoders import bert, normalised_after, positioned, t5
-from tests.models.test_llava import llava
 from tests.models.test_presets_and_formulas import MODELS as DECODERS
-from tests.models.test_vision import clip, intern, siglip
 
 MODELS = {"t5": t5(), "bert": bert(), "gpt": gpt(), "llama": llama()}
 
@@ -57,7 +54,7 @@ KNOWN = {
     **MODELS,
     **IMAGES,
     **{name: cfg for name, cfg in DECODERS.items() if cfg.prediction is None},
-    **{f"classifier of {name}": small_model(name) for name in (*TEXT_HEADS, "decoder")},
+    **{f"classifier of {name}": classifier(name) for name in (*TEXT_HEADS, "decoder")},
     **{f"{make.__name__} tower": make() for make in (clip, siglip, intern)},
     "bert, as first published": normalised_after(),
     "llava": llava(),
@@ -66,7 +63,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("cfg", KNOWN.values(), ids=KNOWN)
 def test_weights_equal_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) -> None:
-    """Names, shapes and axes, in the stacks and outside of them."""
+    """Names, shapes and axes are equal, in the stacks and outside of them."""
     declared = {}
     for section in cfg.section_facts():
         repeats = section.stack.repeats

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 from small_jobs import run_config
+from tiny_encoders import t5
 from tiny_runs import LENGTH, READ, llama
 
 from benchmarks.roofline import roof_of
@@ -34,7 +35,6 @@ from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate, to_dict
 from megajax.planning.show import layout as layout_of_plan
 from megajax.training.session import row_work
-from tests.models.test_encoders import t5
 from tests.models.test_section_facts import layout, products
 
 pytestmark = pytest.mark.smoke
@@ -177,7 +177,7 @@ def test_adapters_count_as_traced(targets: tuple[str, ...]) -> None:
 
 
 def test_every_place_says_the_same(tmp_path: Path) -> None:
-    """Plan, banner, metrics and benchmark, of a model with windows, adapters and a trained matrix beside them."""
+    """Plan, banner, metrics and benchmark agree on a model with windows, adapters and a trained matrix beside them."""
     model = replace(decoder({"window": 127}, {}, length=1024), lora=LoRAConfig(rank=8))
     optimizer = AdamWConfig(trainable=("head",))
     cfg = run_config(tmp_path, model=model, optimizer=optimizer)

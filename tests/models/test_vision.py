@@ -1,4 +1,4 @@
-"""ViT has the losses of one device on every layout; its weights, operations and scores."""
+"""ViT: its weights, operations and scores. tests/one_device.py has layouts."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,17 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_runs import ONE, ROWS, assert_same_step, build_program
+from tiny_encoders import KINDS, SEEING, SIZE, images, intern, pixels, segmenting, siglip, vit
+from tiny_runs import ONE, ROWS, build_program
 
-from megajax.batch import Batch
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
-from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
-from megajax.layers.block.config import BlockConfig
-from megajax.layers.mlp.config import DenseMLPConfig
-from megajax.layers.norm.config import LayerNormConfig, LayerScaleConfig, RMSNormConfig
+from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.param import Normal, bind, specs
-from megajax.layers.recompute import Recompute
 from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -27,104 +23,11 @@ from megajax.models.facts import flops_of
 from megajax.models.presets import vit as presets
 from megajax.models.reduction import LossReduction, quotient
 from megajax.models.vit.config import (
-    AttentionPoolingConfig,
     ClassifierConfig,
     MeanPoolingConfig,
-    SegmenterConfig,
     ViTConfig,
     with_image_head,
 )
-
-CLASSES, SIZE = 5, 8
-BLOCK = BlockConfig(
-    mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=DenseMLPConfig(ffn=48), norm=LayerNormConfig()
-)
-ATTENDING = AttentionPoolingConfig(attention=CrossAttentionConfig(heads=4, bias=True), mlp=DenseMLPConfig(ffn=48))
-
-
-def vit(recompute: Recompute = "selective", *, repeats: int = 2, block: BlockConfig = BLOCK, **more: Any) -> ViTConfig:
-    """16 patches and, unless `more` says otherwise, a class token and 3 positions of padding."""
-    settings: dict[str, Any] = {"head": ClassifierConfig(classes=CLASSES, label_smoothing=0.1), "positions_multiple": 4}
-    return ViTConfig(
-        hidden=32,
-        stack=StackConfig(pattern=(block,), repeats=repeats),
-        height=SIZE,
-        width=SIZE,
-        patch=2,
-        recompute=recompute,
-        init_std=0.06,
-        **(settings | more),
-    )
-
-
-def clip(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
-    block = replace(BLOCK, mlp=DenseMLPConfig(ffn=48, activation="quick_gelu"))
-    return vit(recompute, block=block, entry_norm=LayerNormConfig(), patch_bias=False, **more)
-
-
-def siglip(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
-    return vit(recompute, class_tokens=0, head=ClassifierConfig(classes=CLASSES, pooling=ATTENDING), **more)
-
-
-def intern(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
-    mixer = AttentionConfig(
-        heads=4, bias=True, qkv_bias=False, causal=False, qk_norm=RMSNormConfig(), qk_norm_over="heads"
-    )
-    return vit(
-        recompute, block=replace(BLOCK, mixer=mixer, norm=RMSNormConfig(), layer_scale=LayerScaleConfig()), **more
-    )
-
-
-def segmenting(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
-    return vit(recompute, head=SegmenterConfig(classes=CLASSES), **more)
-
-
-def images(seed: int) -> Batch:
-    """Rows of mixed images, with some that do not count."""
-    rng = np.random.default_rng(seed)
-    return {
-        "images": rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), dtype=np.uint8),
-        "labels": rng.integers(0, CLASSES, ROWS, dtype=np.int32),
-        "other_labels": rng.integers(0, CLASSES, ROWS, dtype=np.int32),
-        "mix": rng.random(ROWS, dtype=np.float32),
-        "loss_mask": (rng.random(ROWS) < np.linspace(0.6, 1, ROWS)).astype(np.float32),
-        "sample": np.arange(40, 40 + ROWS, dtype=np.uint32),
-    }
-
-
-def pixels(seed: int) -> Batch:
-    """Rows with a class for each pixel, or none."""
-    rng, rows = np.random.default_rng(seed), images(seed)
-    labels = rng.integers(0, CLASSES, (ROWS, SIZE, SIZE), dtype=np.int32)
-    labels[rng.random(labels.shape) < 0.2] = 255
-    return {**rows, "labels": labels}
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-SEQUENCE = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
-FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
-PIPELINE = ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule="1f1b")
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        (intern(), SEQUENCE),
-        slow(clip("full"), SEQUENCE),
-        slow(siglip(), PIPELINE),
-        slow(segmenting(), PIPELINE),
-        slow(segmenting(), FSDP),
-        slow(vit(dropout=0.1, block=replace(BLOCK, dropout=0.1)), FSDP),
-        slow(vit(repeats=4), ParallelConfig(pipeline=2, data=2, schedule="interleaved", virtual_stages=2)),
-        slow(vit(head=ClassifierConfig(classes=CLASSES, pooling=MeanPoolingConfig())), SEQUENCE),
-    ],
-)
-def test_trains_like_one_device(model: ViTConfig, parallel: ParallelConfig) -> None:
-    draw = pixels if isinstance(model.head, SegmenterConfig) else images
-    assert_same_step(model, parallel, microbatches=3, tolerance=1e-4, floor=1e-4, draw=draw)
 
 
 def build_model(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:
@@ -141,7 +44,7 @@ def build_model(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def test_padding_changes_nothing() -> None:
-    """The states of the same images with and without positions that nothing attends to."""
+    """The states of images are equal with and without positions that nothing attends to."""
     rows = images(0)["images"][:2]
     plain, padded = vit(positions_multiple=1), vit(positions_multiple=16)
     assert (plain.padding(), padded.padding()) == (0, 15)
@@ -155,17 +58,17 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_the_loss_equals_the_formula() -> None:
-    """Smoothed labels and mixed images, against the definition; the reported loss has no smoothing."""
+    """Labels are smoothed and images mixed; the reported loss has no smoothing."""
     cfg, batch = vit(), images(0)
     abstract, _ = build_model(cfg)
-    logits = np.random.default_rng(1).normal(0, 1, (ROWS, CLASSES)).astype(np.float32)
+    logits = np.random.default_rng(1).normal(0, 1, (ROWS, KINDS)).astype(np.float32)
     rows = {name: jnp.asarray(leaf) for name, leaf in batch.items()}
     loss = abstract.head.loss(jnp.asarray(logits), rows, LossReduction())
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    one_hot, mix = np.eye(CLASSES), batch["mix"][:, None]
+    one_hot, mix = np.eye(KINDS), batch["mix"][:, None]
     target = mix * one_hot[batch["labels"]] + (1 - mix) * one_hot[batch["other_labels"]]
     weight = batch["loss_mask"].sum()
-    for name, target_row in (("loss", target), (None, 0.9 * target + 0.1 / CLASSES)):
+    for name, target_row in (("loss", target), (None, 0.9 * target + 0.1 / KINDS)):
         expected = (-(target_row * log_p).sum(1) * batch["loss_mask"]).sum() / weight
         actual = quotient(*loss.metrics[name]) if name else loss.loss_sum / loss.weight_sum
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
@@ -174,7 +77,7 @@ def test_the_loss_equals_the_formula() -> None:
 def test_iou_is_the_mean_over_classes_that_occur() -> None:
     abstract, _ = build_model(segmenting())
     rng, batch = np.random.default_rng(2), pixels(3)
-    logits = rng.normal(0, 1, (ROWS, SIZE, SIZE, CLASSES)).astype(np.float32)
+    logits = rng.normal(0, 1, (ROWS, SIZE, SIZE, KINDS)).astype(np.float32)
     logits[..., 3], batch["labels"][batch["labels"] == 3] = -9, 255  # class 3 occurs nowhere
     rows = {name: jnp.asarray(leaf) for name, leaf in batch.items() if name in ("labels", "images")}
     loss = abstract.head.loss(jnp.asarray(logits), rows, LossReduction())
@@ -196,7 +99,11 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
         ({"mean": (0.5,)}, ONE, "expected 3 values"),
         ({"positions_multiple": 1}, ParallelConfig(data=1, tensor=2, sequence=True), "use 2"),
         ({}, ParallelConfig(data=1, context=2), "ViTConfig needs whole rows"),
-        ({"stack": StackConfig(pattern=(replace(BLOCK, mixer=AttentionConfig(heads=4)),), repeats=2)}, ONE, "to false"),
+        (
+            {"stack": StackConfig(pattern=(replace(SEEING, mixer=AttentionConfig(heads=4)),), repeats=2)},
+            ONE,
+            "to false",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel: ParallelConfig, message: str) -> None:
@@ -225,7 +132,7 @@ def test_presets_have_no_problems(family: str) -> None:
 
 
 def test_attention_pooling_equals_the_formula() -> None:
-    """A learned query, heads of 8, then the residual MLP; padding is masked."""
+    """A learned query has heads of 8, a residual MLP follows, and padding is masked."""
     cfg = siglip(positions_multiple=5)
     assert cfg.padding() == 4
     abstract, params = build_model(cfg)
@@ -252,7 +159,7 @@ def test_attention_pooling_equals_the_formula() -> None:
 
 
 def test_a_block_scales_channels_and_normalises_over_heads() -> None:
-    """InternViT's block against its formula."""
+    """InternViT's block equals its formula."""
     cfg = intern()
     _, params = build_model(cfg)
     x = np.random.default_rng(5).normal(0, 1, (2, 20, 32)).astype(np.float32)

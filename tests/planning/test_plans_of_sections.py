@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from flax import nnx
+from tiny_encoders import bert, t5
 from tiny_runs import ONE, TheseRows, build_program, gpt, llama
 
 from megajax.config.errors import UserError
@@ -21,7 +22,6 @@ from megajax.planning.compiled.devices import read_cluster
 from megajax.planning.cost.estimate import Case, Estimate, to_dict
 from megajax.planning.ranking import CompiledFigures, find_best
 from megajax.planning.search import Task
-from tests.models.test_encoders import bert, t5
 from tests.models.test_section_facts import IMAGES
 
 MODELS = {"t5": t5(), "bert": bert(), **IMAGES}

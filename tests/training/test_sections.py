@@ -1,6 +1,6 @@
 """Models of two sections, the second of which reads the first, have the gradients of plain differentiation.
 
-Their layouts are in tests/models/test_encoders.py and test_llava.py.
+Their layouts are in tests/one_device.py.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tiny_encoders import llava, rows_with_images, t5
 from tiny_runs import ONE, QUICK, assert_close, build_program, by_plain_differentiation, place, rows, start, within
 
 from megajax.batch import Batch
@@ -16,12 +17,10 @@ from megajax.layers.param import bind
 from megajax.models.protocol import ModelConfig
 from megajax.models.reduction import LossReduction
 from megajax.training.gradients.staged import forward
-from tests.models.test_encoders import t5
-from tests.models.test_llava import batches, llava
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "draw"), [(t5("full"), rows), (llava(), batches)], ids=["T5", "LLaVA"])
+@pytest.mark.parametrize(("model", "draw"), [(t5("full"), rows), (llava(), rows_with_images)], ids=["T5", "LLaVA"])
 def test_gradients_and_evaluation_equal_plain_differentiation(model: ModelConfig, draw: Callable[[int], Batch]) -> None:
     program = build_program(model, ONE, microbatches=2)
 
