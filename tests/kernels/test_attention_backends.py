@@ -252,7 +252,7 @@ def test_the_check_for_gpus_passes_for_the_cpu_replacements(case: str, name: str
 
 @pytest.mark.slow
 def test_rows_with_too_many_documents_use_the_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also rows with a document in two pieces: which case it is, only the running program knows."""
+    """So do rows with a document in two pieces: only the running program knows which case it is."""
     monkeypatch.setattr(cudnn, "DOCUMENTS", 3)
     stand_in(monkeypatch, pallas=False)
     case = Case(32, 32, causal=True, documents=True)
@@ -276,7 +276,7 @@ def test_cudnn_leaves_unsupported_rows_to_the_pallas_kernel(row: str, monkeypatc
 
 @pytest.mark.parametrize("name", ["reference", pytest.param("pallas", marks=SLOW)])
 def test_partial_results_combine_by_log_sum_exp(name: str, passes: Passes) -> None:
-    """As in ring attention: keys in two halves, in blocks out of order, and gradients half by half."""
+    """Ring attention combines them so: keys come in two halves, out of order, and gradients half by half."""
     case = Case(32, 32, causal=True, documents=True)
     (q, k, v, dout), segments = case.arrays(), documents(32)
     exact, exact_lse, dq, dk, dv = formula(case.mask(), q, k, v, dout)

@@ -267,7 +267,7 @@ def test_every_row_belongs_to_a_backend_and_has_a_remedy() -> None:
 
 @pytest.mark.parametrize("device", [H200, B200])
 def test_single_queries_are_refused_by_another_rule(device: KernelDevice) -> None:
-    """As reported in cudnn-frontend#1072 (9.25, 9.26) and pytorch#193893 (B200, fewer than 8 key-value heads)."""
+    """Faults with them are reported in cudnn-frontend#1072 (9.25, 9.26) and pytorch#193893 (B200)."""
     for kernel in ("cudnn", "cudnn_mask"):
         refusal = BACKENDS[kernel].refusal(replace(BOTH_WAYS, cross=True, length=1, key_length=128), device)
         assert refusal is not None and refusal.startswith("takes rows of even length, not of 1")

@@ -65,7 +65,7 @@ def test_the_calls_of_cudnn_sum_to_whole_rows(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_rows_with_too_many_documents_in_a_chunk_or_one_in_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They use another kernel, and are right."""
+    """Another kernel computes them, and computes them right."""
     stand_in(monkeypatch)
     monkeypatch.setattr(cudnn, "DOCUMENTS", 2)
     check(Case(segments=documents(), context=2), "cudnn")

@@ -139,7 +139,7 @@ def test_more_rounds_balance_documents_better() -> None:
 
 
 def test_needed_blocks_have_a_visible_score() -> None:
-    """The count itself, against all scores of a small row."""
+    """The count itself agrees with all scores of a small row."""
     length, blocks, sharding = 256, AttentionBlocks(16, 16, 4), SequenceSharding(4, 1)
     segments = np.searchsorted([3, 64, 65, 200], np.arange(length), side="right")
     place = np.arange(length)

@@ -25,36 +25,27 @@ DOCUMENTS, LATENT = {"segments": documents()}, {"size": 24, "wide": 16}
 PADDED = {"padded": True, "segments": texts([40, 0])}
 PADDED_BOTH_WAYS = {"padded": True, "segments": texts(), "causal": False}
 COVERING = [
-    Case(strategy="ring", context=2, window=20, rounds=2, groups=2, **LATENT),
-    Case(strategy="ring+all_to_all", tensor=2, **DOCUMENTS, rounds=4, rate=0.3),
-    Case(strategy="all_to_all", **PADDED, window=3, heads=8, groups=2, sink=True),
-    Case(strategy="ring", context=8, **PADDED, rounds=0, groups=2, sink=True, **LATENT, rate=0.3),
-    Case(**DOCUMENTS, window=3, rounds=0, **LATENT),
-    Case(tensor=2, window=20, heads=8, groups=2, sink=True, rate=0.3),
-    Case(strategy="ring+all_to_all", context=2, **PADDED_BOTH_WAYS, sink=True, **LATENT),
-    Case(strategy="all_to_all", context=8, window=3, rounds=2, rate=0.3),
-    Case(context=8, causal=False, heads=8, groups=2, **LATENT),
-    Case(strategy="all_to_all", context=2, **DOCUMENTS, window=20, rounds=0, heads=8, groups=2, sink=True, rate=0.3),
-    Case(strategy="all_to_all", tensor=2, **PADDED, window=3, rounds=4, groups=2),
-    Case(strategy="ring", **PADDED_BOTH_WAYS, heads=8, groups=2, rate=0.3),
-    Case(strategy="ring+all_to_all", **DOCUMENTS, window=20, rounds=2, groups=2, sink=True),
-    Case(context=2, **PADDED, window=20, rounds=4, groups=2, sink=True, **LATENT),
-    Case(strategy="all_to_all", context=2, causal=False, groups=2, sink=True, **LATENT, rate=0.3),
-    Case(strategy="ring+all_to_all", context=8, rounds=0, heads=8, groups=2, sink=True, **LATENT, rate=0.3),
-    Case(strategy="ring", tensor=2, causal=False, sink=True, **LATENT, rate=0.3),
-    Case(strategy="ring", context=8, **DOCUMENTS, window=20, rounds=4, **LATENT),
-    Case(strategy="ring+all_to_all", tensor=2, **PADDED, rounds=2, heads=8, groups=2),
-    Case(strategy="ring+all_to_all", window=20, rounds=4, heads=8, groups=2, sink=True, **LATENT, rate=0.3),
-    Case(strategy="ring", context=2, **DOCUMENTS, window=3, heads=8, groups=2, sink=True, **LATENT),
-    Case(tensor=2, **PADDED, window=20, rounds=0, **LATENT, rate=0.3),
-    Case(tensor=2, **PADDED_BOTH_WAYS, groups=2),
-    Case(strategy="ring+all_to_all", causal=False, heads=8, groups=2, sink=True, rate=0.3),
-    Case(strategy="all_to_all", context=8, **PADDED_BOTH_WAYS, heads=8, groups=2, sink=True, **LATENT, rate=0.3),
-    Case(**DOCUMENTS, window=20, rounds=2, heads=8, groups=2),
-    Case(strategy="ring+all_to_all", tensor=2, **DOCUMENTS, window=3, heads=8, groups=2, **LATENT),
+    Case(context=2, **DOCUMENTS, window=20, rounds=4, groups=2, sink=True, **LATENT),
+    Case(context=2, tensor=2, **DOCUMENTS, window=3, rounds=0, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(context=8, **PADDED_BOTH_WAYS, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(tensor=2, **PADDED, window=3, rounds=2, heads=8, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(strategy="all_to_all", **DOCUMENTS, context=2, tensor=2, window=20, rounds=2, groups=2, sink=True, rate=0.3),
+    Case(strategy="all_to_all", **DOCUMENTS, context=2, tensor=2, window=3, rounds=0, groups=2, **LATENT),
+    Case(strategy="all_to_all", **PADDED, context=8, window=20, rounds=4, sink=True, **LATENT, rate=0.3),
+    Case(strategy="all_to_all", **PADDED_BOTH_WAYS, context=8, groups=2, sink=True, **LATENT),
+    Case(strategy="ring", context=2, tensor=2, **PADDED, window=3, rounds=4, groups=2, sink=True, **LATENT, rate=0.3),
+    Case(strategy="ring", context=2, tensor=2, causal=False, heads=8, groups=2, **LATENT, rate=0.3),
+    Case(strategy="ring", context=8, **DOCUMENTS, window=3, rounds=2, groups=2, sink=True),
+    Case(strategy="ring", context=8, **PADDED, window=20, rounds=0, rate=0.3),
+    Case(strategy="ring+all_to_all", **DOCUMENTS, rounds=4, groups=2, sink=True, rate=0.3),
+    Case(strategy="ring+all_to_all", context=2, tensor=2, **PADDED_BOTH_WAYS, **LATENT),
+    Case(
+        strategy="ring+all_to_all", **DOCUMENTS, context=8, window=20, rounds=0, heads=8, groups=2, sink=True, rate=0.3
+    ),
+    Case(strategy="ring+all_to_all", **PADDED, context=8, window=3, rounds=2, sink=True, **LATENT, rate=0.3),
 ]
-"""Every pair of a strategy, a layout, a kind of rows, a window below or above a chunk, rounds, numbers of heads, sinks,
-values of another size and dropout."""
+"""Any two of a strategy, more or fewer devices than four, devices of `tensor`, a kind of rows, a window below or above
+a chunk, rounds other than one, grouped heads, sinks, values of another size and dropout."""
 SLOW = pytest.mark.slow
 EVERYTHING = Case(**DOCUMENTS, **LATENT, window=9, sink=True, groups=2)
 FIRST = [("all_gather", 4, 1), ("ring", 4, 1), ("all_to_all", 2, 2), ("ring+all_to_all", 4, 1)]

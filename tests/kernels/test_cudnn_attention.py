@@ -162,7 +162,7 @@ CALLS = {
 
 @pytest.mark.parametrize(("case", "dtype"), [*((case, jnp.bfloat16) for case in CALLS), ("documents", jnp.float16)])
 def test_the_custom_calls_equal_those_of_jax(case, dtype, monkeypatch):
-    """Same kernels, same settings, same operands: this finds a jax that calls cuDNN in another way."""
+    """Kernels, settings and operands are the same, which finds a jax that calls cuDNN in another way."""
     monkeypatch.setattr(theirs, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(theirs, "check_compute_capability", lambda _: True)
     monkeypatch.setattr("megajax.kernels.attention.cudnn.DOCUMENTS", 4)

@@ -83,7 +83,7 @@ def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated, rep
 
 
 def test_decays_by_channel_match_a_float64_loop():
-    """In blocks of a chunk and two documents, with gradients of the recurrence; and with equal decays, a number."""
+    """Gradients are those of the recurrence, and equal decays of all channels are one number."""
     length = 50
     arrays, ids = inputs(length), segments(length)
     equal = {**arrays, "g": np.repeat(arrays["g"][..., None], KEYS, axis=-1)}
@@ -145,7 +145,7 @@ def test_a_row_transforms_the_state_before_it():
 
 @pytest.mark.parametrize("size", [5, pytest.param(32, marks=pytest.mark.slow)])
 def test_inverses_of_triangles(size):
-    """Of ones below the diagonal too, whose powers grow to 1e8."""
+    """One matrix has ones below the diagonal, whose powers grow to 1e8."""
     rng = np.random.default_rng(size)
     below = np.stack([np.ones((size, size)), rng.normal(0, 0.3, (size, size))])
     below = np.tril(below, -1).astype(np.float32)

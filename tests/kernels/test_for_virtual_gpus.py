@@ -165,7 +165,7 @@ def test_a_grouped_matmul_has_three_kernels_and_no_temporary_arrays(shape: tuple
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4096, 8, 1024, 768), (262144, 32, 7168, 2048)])
 def test_hopper_multiplies_codes_of_both_formats(shape: tuple) -> None:
-    """Result and both gradients, e5m2 gradients with e4m3 codes; temporary arrays are transposed scales."""
+    """Gradients in e5m2 multiply codes in e4m3; temporary arrays are transposed scales."""
     rows, groups, inner, outer = shape
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

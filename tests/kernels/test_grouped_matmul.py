@@ -68,14 +68,14 @@ def dense(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Ar
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_the_reference_equals_a_dense_product(groups: tuple[int, ...]) -> None:
-    """Also with NaN in the rows past the groups, whose results are 0."""
+    """Rows past the groups are NaN, and their results are 0."""
     inputs = arrays(groups)
     for actual, expected in zip(of_reference(*inputs), dense(*inputs), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_wide_matrices_have_wide_gradients() -> None:
-    """Rows in bfloat16, matrices in float32: the gradient is accumulated in float32 and not rounded afterwards."""
+    """Rows are bfloat16 and matrices float32: the gradient is accumulated in float32 and not rounded afterwards."""
     x, w, dy, sizes = arrays(GROUPS["uneven, some empty"])
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     y, dx, dw = of_reference(x, w, dy, sizes)

@@ -78,9 +78,7 @@ def expected(given) -> Found:
 
 
 LAYOUTS = [
-    ParallelConfig(data=1),
     ParallelConfig(data=1, tensor=2),
-    ParallelConfig(data=2, tensor=2),
     ParallelConfig(data=2, tensor=2, sequence=True),
 ]
 

@@ -137,7 +137,7 @@ def test_fresh_adapters_leave_logits_bit_equal(lora: LoRAConfig) -> None:
 
 @pytest.mark.parametrize("stored", PEFT, ids=lambda stored: f"dora={stored['dora']} rslora={stored['rslora']}")
 def test_outputs_and_gradients_equal_those_of_peft(stored: dict[str, Any]) -> None:
-    """Arrays of make_peft_adapters.py, which has the paper's gradient, without that of the norm."""
+    """make_peft_adapters.py wrote the arrays, with the paper's gradient, which leaves out that of the norm."""
     rank = len(stored["a"])
     cfg = LoRAConfig(rank=rank, alpha=stored["alpha"], rank_stabilized=stored["rslora"], decomposed=stored["dora"])
     arrays = {name: np.array(values, np.float32) for name, values in stored.items() if isinstance(values, list)}
@@ -164,7 +164,7 @@ def test_outputs_and_gradients_equal_those_of_peft(stored: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_magnitudes_scale_the_inputs_of_a_product_with_the_transposed_matrix() -> None:
-    """As in steps of latent attention, which multiply queries by the matrix of keys."""
+    """Steps of latent attention multiply queries by the matrix of keys in this way."""
     settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
     layer = matrix(settings, (5, 2, 3), (None, None, None))
     layer.adapt(2, 1.5, 0.0, decomposed=True)
@@ -180,7 +180,7 @@ def test_magnitudes_scale_the_inputs_of_a_product_with_the_transposed_matrix() -
 
 @pytest.mark.slow
 def test_outputs_of_zeros_have_finite_gradients() -> None:
-    """As rows of padding in stacks, whose norm is zero."""
+    """Rows of padding in stacks are such outputs, whose norm is zero."""
     term = Decomposed(2.0, (None,))
     a, b, change = jnp.ones((3, 2)), jnp.zeros((2, 4)), jnp.zeros(4)
     factor, gradient = jax.value_and_grad(lambda change: term.factor(jnp.zeros((3, 4)), a, b, change).sum())(change)

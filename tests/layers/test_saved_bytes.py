@@ -146,7 +146,7 @@ def test_some_layers_and_several_together():
 
 
 def test_the_residual_stream_may_be_float32():
-    """Arrays computed from it stay in bfloat16."""
+    """Arrays that are computed from it stay in bfloat16."""
     for parts in ((), ("residual",), ("norm", "query_key_value", "mlp")):
         recompute = tuple(part for part in PARTS if part not in ("input", *parts))
         for residual in ("compute", "float32"):

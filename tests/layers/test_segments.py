@@ -5,6 +5,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_runs import ONE, QUICK, build_program, gpt, llama, place, rows, within
 
 from megajax.batch import Grads
@@ -111,14 +113,11 @@ def test_one_program_runs_chunks_that_differ(text: str, count: int, compiled: in
     assert sum(len(run.pattern) for run in runs) == compiled
 
 
-def test_any_layers_can_be_cut_anywhere() -> None:
-    draw = np.random.default_rng(0)
-    for _ in range(50):
-        bounds = np.sort(draw.choice(np.arange(1, 20), 3, replace=False))
-        parts = [part.tolist() for part in np.split(draw.integers(0, 3, 20), bounds)]
-        runs = common_runs(parts)
-        for chunk, layers in enumerate(parts):
-            assert [number for run in runs for number in run.pattern * run.counts[chunk]] == layers
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_any_layers_can_be_cut_anywhere(parts: list[list[int]]) -> None:
+    runs = common_runs(parts)
+    for chunk, layers in enumerate(parts):
+        assert [number for run in runs for number in run.pattern * run.counts[chunk]] == layers
 
 
 def test_rows_of_a_weight_that_only_some_layers_have() -> None:

@@ -97,7 +97,7 @@ def by_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "muon")) for name in EVERY])
 def test_layers_are_arrays_of_their_own_on_any_layout(name: str) -> None:
-    """As optax treats a list of layers' weights, on one device and on pipeline 2 x data 2 x tensor 2."""
+    """optax treats a list of layers' weights in this way, on one device and on pipeline 2 x data 2 x tensor 2."""
     cfg = EVERY[name]
     expected = by_layer(arrays(0))
     tx = {"adafactor": partial(optax.adafactor, min_dim_size_to_factor=4), "muon": muon}
@@ -222,7 +222,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_rules_as_transformations_agree_with_optax(name: str) -> None:
-    """Directions of twenty updates of a tree of any shape."""
+    """Twenty updates of a tree of any shape have the same directions."""
     rule, theirs, tolerance = PAIRS[name]
     rng = np.random.default_rng(0)
     params = {"a": jnp.zeros((3, 4)), "b": [jnp.zeros(5)]}

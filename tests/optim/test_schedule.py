@@ -186,7 +186,7 @@ def test_a_warm_up_or_anneal_that_does_not_fit(settings, message, hint):
 
 
 def test_the_proposed_warm_up_is_the_longest_that_fits():
-    """With growing rows too: steps of 4, 4, 8, 8, ... rows."""
+    """This holds for growing batches too: the steps have 4, 4, 8, 8, ... rows."""
 
     def samples(steps):
         return 4 * min(steps, 2) + 8 * max(steps - 2, 0)

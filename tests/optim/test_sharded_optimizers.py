@@ -87,7 +87,7 @@ def test_losses_equal_those_of_one_device(cfg):
 
 @pytest.mark.slow
 def test_muon_moves_one_matrix_at_a_time():
-    """Over data two exchanges for each weight; over tensor sums of the small side, and gathers of the narrow ones."""
+    """It exchanges each weight twice over data; over tensor it sums the small side and gathers narrow matrices."""
     optimizer = MuonConfig().build(DECLARED, PLAN)
     shardings = {p: NamedSharding(MESH, PLAN.optimizer.spec(axes)) for p, (_, axes) in SHAPES.items()}
     like = {p: jax.ShapeDtypeStruct(s, jnp.float32, sharding=shardings[p]) for p, (s, _) in SHAPES.items()}

@@ -117,7 +117,7 @@ def test_explicit_rates_of_weights_are_not_divided():
 
 
 def test_ten_updates_equal_those_in_float64():
-    """Adam with the rate and the epsilon of each kind, decay by the rate as well."""
+    """Adam has the rate and the epsilon of each kind of weight, and decay follows the rate."""
     weights = {path: EVERYTHING[path] for path in ("tokens", "head", "stack.blocks.0.mlp.up", "norm.gain")}
     cfg, rng = AdamWConfig(beta2=0.95, epsilon=1e-3, weight_decay=0.1), np.random.default_rng(0)
     params = {path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in weights.items()}
@@ -170,7 +170,7 @@ def moved(hidden: int) -> float:
 
 @pytest.mark.slow
 def test_updates_move_the_logits_of_wide_and_narrow_models_equally_far():
-    """Eight times the width; without scaling they move four times as far."""
+    """One has eight times the width of the other; without scaling its logits move four times as far."""
     base = moved(16)
     assert base > 0.05
     assert 0.75 < moved(128) / base < 1.33

@@ -23,19 +23,6 @@ def test_chunks_alternate_between_stages():
     assert not partition.padded()
 
 
-def test_the_remainder_goes_to_the_first_chunks():
-    partition = Partition.even(5, 2, 1)
-    assert partition.repeats == (3, 2)
-    assert partition.numbers().tolist() == [[0, 1, 2], [3, 4, -1]]
-    assert partition.padded()
-    assert Partition.even(5, 4, 1).repeats == (2, 1, 1, 1)
-
-
-def test_configured_layers_per_chunk():
-    partition = Partition(2, 2, (1, 2, 1, 1))
-    assert partition.numbers().tolist() == [[0, -1, 3, -1], [1, 2, 4, -1]]
-
-
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
 def test_every_layer_is_on_one_stage_and_stages_are_consecutive(stages, chunks, data):
     repeats = data.draw(st.lists(st.integers(1, 4), min_size=stages * chunks, max_size=stages * chunks))
@@ -46,6 +33,9 @@ def test_every_layer_is_on_one_stage_and_stages_are_consecutive(stages, chunks, 
     assert along[along >= 0].tolist() == list(range(sum(repeats)))
     assert [(row >= 0).sum() for row in numbers.transpose(1, 0, 2).reshape(-1, partition.rows)] == repeats
     assert sorted(n for n in partition.order() if n >= 0) == list(range(sum(repeats)))
+    # Rows of chunks with fewer layers are padded at their ends.
+    assert partition.rows == max(repeats) and partition.padded() == (len(set(repeats)) > 1)
+    assert (np.diff((numbers >= 0).astype(int), axis=-1) <= 0).all()
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))
@@ -81,7 +71,7 @@ def test_a_layer_has_the_same_initial_weights_anywhere():
 
 
 def test_a_model_with_permuted_rows_is_the_same_model():
-    """By a plain call, as in a notebook: rows are used in the order of the layers, padding rows not at all."""
+    """A plain call, as in a notebook, uses rows in the order of the layers, and padding rows not at all."""
     tokens = np.arange(16, dtype=np.int32)[None]
     logits = []
     for program in two_ways(llama(repeats=5)):

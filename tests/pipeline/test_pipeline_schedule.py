@@ -9,29 +9,15 @@ from hypothesis import strategies as st
 
 from megajax.config.errors import ConfigError
 from megajax.pipeline.check import check, formulas, measure
-from megajax.pipeline.schedule import Schedule, StageWork, assemble, build, gpipe, one_f_one_b, problems
+from megajax.pipeline.schedule import Schedule, StageWork, assemble, build, one_f_one_b, problems
 
 pytestmark = pytest.mark.smoke
-
-TEN = [
-    (1, 1, 4),
-    (2, 1, 8),
-    (4, 1, 8),
-    (8, 1, 64),
-    (4, 2, 8),
-    (4, 3, 16),
-    (8, 2, 16),
-    (8, 6, 32),
-    (16, 1, 64),
-    (3, 4, 9),
-]
-"""(P, V, M)."""
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    stages, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    microbatches = draw(st.integers(1, 14)) if chunks == 1 else stages * draw(st.integers(1, 4))
+    stages, chunks = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 40)) if chunks == 1 else stages * draw(st.integers(1, 6))
     name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
     return build(name, stages=stages, microbatches=microbatches, chunks=chunks)
 
@@ -107,6 +93,7 @@ def test_following_the_table_computes_everything_once(schedule: Schedule) -> Non
 @given(schedules())
 def test_figures_match_the_formulas(schedule: Schedule) -> None:
     figures = measure(schedule)
+    assert figures == formulas(schedule)
     stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
     assert figures.pipeline_bubble == Fraction(stages - 1, chunks * microbatches)
     assert figures.bubble_of_total == Fraction(stages - 1, chunks * microbatches + stages - 1)
@@ -124,20 +111,6 @@ def test_figures_match_the_formulas(schedule: Schedule) -> None:
     warm_up = {"F": stages * chunks - 1, "B": stages * chunks - 1} if stages * chunks > 1 else {}
     assert spans == {**warm_up, "F+B": most - stages * chunks + stages}
     assert schedule.output_slots == 0, "each loss follows its forward in the same tick"
-
-
-@pytest.mark.parametrize(("stages", "chunks", "microbatches"), TEN)
-def test_ten_sizes(stages: int, chunks: int, microbatches: int) -> None:
-    schedule = build("1f1b", stages=stages, microbatches=microbatches, chunks=chunks)
-    check(schedule)
-    assert formulas(schedule) == measure(schedule)
-    assert schedule.slots == stages * chunks + stages - 1 or microbatches * chunks < stages * chunks + stages - 1
-
-
-def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
-    assert one_f_one_b(4, 8).ring_slots == one_f_one_b(4, 64).ring_slots == 7
-    assert one_f_one_b(4, 8, 2).ring_slots == one_f_one_b(4, 64, 2).ring_slots == 11
-    assert gpipe(4, 64).slots == 64
 
 
 def test_tables_cannot_be_changed() -> None:

@@ -207,7 +207,7 @@ def test_help_is_quick_and_an_error_ends_with_code_2() -> None:
 
 @pytest.mark.parametrize("microbatches", [8, 4000])
 def test_a_closed_pipe_ends_it_silently(microbatches: int) -> None:
-    """A table that fits into the pipe's buffer, and one that does not."""
+    """One table fits into the pipe's buffer, the other does not."""
     command = [sys.executable, "-m", "megajax.plan", "--schedule=1f1b", "--stages=4", f"--microbatches={microbatches}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

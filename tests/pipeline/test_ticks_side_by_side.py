@@ -25,7 +25,7 @@ def two_of(one: Program) -> Program:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_a_forward_beside_a_backward_has_the_gradients_of_one_after_the_other(recompute: Recompute) -> None:
-    """Also with padding rows, and NaN in every buffer: neither reads what the other writes."""
+    """There are padding rows and NaN in every buffer: neither reads what the other writes."""
     one = build_program(llama(recompute, repeats=5), PIPELINE, microbatches=6)
     two = two_of(one)
     assert full_ticks(one.schedule_of(6)) == range(3, 6)

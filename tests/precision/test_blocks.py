@@ -87,7 +87,7 @@ def test_scales_by_each_rounding(rounding: Any, element: Any) -> None:
 
 @pytest.mark.parametrize("name", RECIPES_IN_BLOCKS)
 def test_formats_against_numpy(name: str) -> None:
-    """In rows and in tiles, which do not divide the sides."""
+    """Rows and tiles do not divide the sides."""
     form, x = RECIPES_IN_BLOCKS[name].forward, draw((144, 160), 1)
 
     @jax.jit
@@ -139,7 +139,7 @@ def test_scales_at_the_ends_of_formats() -> None:
 
 @pytest.mark.parametrize("name", RECIPES_IN_BLOCKS)
 def test_what_is_not_finite_stays_visible_and_zeros_stay_zeros(name: str) -> None:
-    """In dense products and in those of experts."""
+    """This holds in dense products and in those of experts."""
     recipe, letters, size = RECIPES_IN_BLOCKS[name], terms("tk,nk->tn"), RECIPES_IN_BLOCKS[name].forward.size
 
     @jax.jit
@@ -274,7 +274,7 @@ def two_layers(recipe: Recipe, devices: int, sizes: tuple[int, int], rows: tuple
     "name", [pytest.param("fp8_blocks", marks=pytest.mark.slow), pytest.param("mxfp8", marks=pytest.mark.slow), "nvfp4"]
 )
 def test_both_kernels_agree_and_devices_multiply_their_parts(name: str) -> None:
-    """By the kernel of GPUs, and by the reference."""
+    """One kernel is that of GPUs, the other the reference."""
     cases = ("reference", 1), ("reference", 2), ("cudnn", 1), ("cudnn", 2)
     results = [two_layers(replace(RECIPES_IN_BLOCKS[name], kernel=k), n, (64, 128), (2, 32))[0] for k, n in cases]
     for actual in results[1:]:

@@ -88,7 +88,7 @@ def in_blocks(shape: tuple[int, ...], seed: int, dtype: Any) -> tuple[Array, Arr
     [((60, 9), (256, 0)), pytest.param((100, 0, 33, 130), (128, 0, 384, 128), marks=pytest.mark.slow)],
 )
 def test_the_kernel_equals_codes_times_scales(sizes: tuple[int, ...], aligned: tuple[int, ...]) -> None:
-    """Groups that are empty or no multiples of 8 rows; rows past the groups are NaN; both formats."""
+    """Groups may be empty or no multiples of 8 rows, rows past the groups are NaN, and both formats occur."""
     groups, large = len(sizes), len(sizes) > 2
     count, inner, outer = 264 if large else 128, 256, 256 if large else 128
     x, scales = drawn((count, inner), 0, jnp.float8_e5m2, (count, inner // 128))
@@ -112,7 +112,7 @@ def test_the_kernel_equals_codes_times_scales(sizes: tuple[int, ...], aligned: t
 @pytest.mark.parametrize("dtypes", [(jnp.float8_e5m2, jnp.float8_e4m3fn), (jnp.float4_e2m1fn,) * 2])
 @pytest.mark.parametrize(("sizes", "outer"), [((60, 9), 256), ((100, 0, 33, 130), 128)])
 def test_tensor_cores_multiply_scaled_blocks(dtypes: tuple[Any, Any], sizes: tuple[int, ...], outer: int) -> None:
-    """As above, with the operands of Blackwell; more steps than fit shared memory, in all and in one group."""
+    """Operands are Blackwell's; there are more steps than fit shared memory, in all and in one group."""
     count, inner, groups = 264, 768, len(sizes)
     x, scales = in_blocks((count, inner), 0, dtypes[0])
     operands = x, scales, *in_blocks((groups, outer, inner), 1, dtypes[1])
@@ -175,7 +175,7 @@ def of_layer(recipe: Any, x: Array, w: Array, dy: Array) -> tuple[Array, ...]:
 @pytest.mark.parametrize("name", ["blocks", "float32 scales"])
 @pytest.mark.parametrize("size", [64, 40])
 def test_layers_by_codes_equal_the_reference(name: str, size: int) -> None:
-    """One group; sides that are no multiples of 128 are multiplied by the reference."""
+    """A layer is one group; the reference multiplies sides that are no multiples of 128."""
     arrays = draw((2, 128, 128), 0, 3), draw((128, 4, size), 1, 3), draw((2, 128, 4, size), 2, 3)
     run: Callable = jax.jit(of_layer, static_argnums=0)
     with interpreted(CAREFUL):

@@ -106,7 +106,7 @@ def test_scales_are_powers_of_two_that_use_the_range(form: str) -> None:
 
 
 def test_another_scale_gives_the_same_numbers() -> None:
-    """Why parts of a tensor may have their own scales: only values below the normal numbers differ."""
+    """So parts of a tensor may have their own scales: only values below the normal numbers differ."""
     rng = np.random.default_rng(0)
     part = jnp.asarray(rng.uniform(0.25, 1, 1000), jnp.float32)
     part_values, scale, *_ = quantize(part, jnp.dtype(FORMS["e4m3"]))
