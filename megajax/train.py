@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from functools import partial
 
 from megajax.command_line.device_flags import count_processes
@@ -11,13 +12,15 @@ from megajax.config.config_files import advised
 from megajax.config.errors import ConfigError
 from megajax.faults.beats import ELASTIC, failures_reported
 from megajax.faults.unfailing_output import drop_lines, keep_writing
+from megajax.launcher.one_process_each import gpus_here, processes_to_start
 from megajax.planning.replan import elastic_hint
 from megajax.processes.identity import find_identity
 from megajax.processes.xla_options import set_process
 from megajax.training.run_config import COMMON
 
-DESCRIPTION = """Train a model, resuming from its run folder if it has checkpoints. Several processes are started with
-the same command each: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below.
+DESCRIPTION = """Train a model, resuming from its run folder if it has checkpoints. On a machine with several GPUs
+it starts one process for each, with --num-processes=1 one for all. Processes on several machines are started with the
+same command each: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below.
 
 Names of other trainers, such as --lr and --tp, end with a message that has the name here.
 
@@ -33,8 +36,12 @@ FLAGS = (
 @failures_reported()
 def main(argv: list[str]) -> int:
     """Parse the command line, then import jax, connect the processes, and run the job."""
-    argv = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv
-    command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
+    settings = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv
+    command = parse(settings, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
+    if (processes := processes_to_start()) is not None:
+        print(f"megajax: a process for each of {processes} GPUs; --num-processes=1 drives all in one", file=sys.stderr)
+        launch = [sys.executable, "-m", "megajax", "launch", f"--processes={processes}", "--"]
+        os.execv(sys.executable, [*launch, "python", "-m", "megajax.train", *argv])
     set_process(command.config.xla)
     if (count_processes() or 1) > 1 and (command.devices or os.environ.get("JAX_PLATFORMS") or "").startswith("cpu"):
         drop_lines(b"[Gloo] ")  # it reports each group of processes that it connects
@@ -44,6 +51,8 @@ def main(argv: list[str]) -> int:
     train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.tasks.end_of_run_samples:sample")
     reporter = resolve("megajax.reporting.write_report:close_run")
+    set_limit = resolve("megajax.planning.host_pool:set_limit")
+    set_limit(command.config, gpus=gpus_here(), processes=count_processes() or 1)
     try:
         code = train(
             command.config,

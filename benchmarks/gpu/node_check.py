@@ -125,6 +125,7 @@ class Node:
         devices = self.devices // processes if processes else 1
         settings = (*TINY, *layout.arguments(devices * (processes or 1)), *more)
         train = [sys.executable, "-m", "megajax.train", f"--config={layout.config}", *settings]
+        train += ["--num-processes=1"] * (processes < 2)
         train += [f"--run_dir={self.folder / run}", *([] if self.gpus else [f"--devices=cpu:{devices}", QUICK])]
         return launched(train, processes)
 

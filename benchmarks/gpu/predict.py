@@ -14,7 +14,7 @@ from benchmarks.outcome import label, rounded
 from benchmarks.roofline import Roof, roof_of
 from megajax.config import load
 from megajax.config.class_references import resolve
-from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.planning.compiled.devices import GPUS
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate

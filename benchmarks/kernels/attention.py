@@ -10,7 +10,8 @@ from jax import Array
 
 from benchmarks.kernels.measure import Case
 from megajax.kernels.attention.attention import Mask, attend, reference_attention
-from megajax.kernels.attention.capability import BACKENDS, KernelDevice, KernelRequest
+from megajax.kernels.attention.capability import BACKENDS
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 
 MASK, HALF_TILE, ONE_QUERY, FEW_HEADS, SINK, WINDOW, UNEVEN = (
     *("pytorch#196678", "cudnn-frontend#628", "cudnn-frontend#1072", "pytorch#193893", "TransformerEngine#3249"),

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from benchmarks.kernels.measure import Case
-from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, grouped_matmul
 from megajax.kernels.ssm.gated_delta import DeltaRule, gated_delta, unit_length

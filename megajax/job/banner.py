@@ -23,6 +23,7 @@ from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.low_rank import LORA_A
 from megajax.layers.recompute import SavePolicy, format_recompute
+from megajax.machine.known_faults import notes
 from megajax.mesh.config import BATCH_AXES, SHARDS, ContextSharding, ParallelConfig, devices_over
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.metrics.config import LoggingConfig
@@ -38,6 +39,7 @@ from megajax.precision.recipes import codes_of, kernel_of
 from megajax.processes.gpus import nccl_variables
 from megajax.processes.world import find_world
 from megajax.processes.xla_options import flag_names, keeps_freed_memory, memory_fraction
+from megajax.training.check_compiler_options import run_conditions
 from megajax.training.program import Program
 from megajax.training.reference import Reference
 from megajax.training.session import Parts, Run
@@ -412,6 +414,7 @@ def _compiler(program: Program) -> list[tuple[str, str]]:
         *([("deterministic", "on: no autotuning, sums in a fixed order")] if settings.deterministic else []),
         *([("NCCL", nccl)] if nccl else []),
         *([("GPU memory", f"{share} of it for arrays (xla.memory_fraction)")] if share else []),
+        *(("known fault", line) for line in notes(run_conditions(program.cfg, list(program.mesh.devices.flat)))),
         (
             "software",
             "; ".join([versions, *freed, f"compiled programs {'not kept' if cache is None else f'in {cache}'}"]),

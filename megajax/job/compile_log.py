@@ -9,6 +9,7 @@ import jax
 
 from megajax.display.text import duration
 from megajax.job.start.compile_cache import cache_in_use, record
+from megajax.machine.known_faults import RUN_FAULTS
 from megajax.metrics.event_log import EventLog
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -25,6 +26,8 @@ NAMES = {
     "_fresh": "the initial state",
 }
 ALWAYS = ("train_step", "_fresh")
+AUTOTUNED_SECONDS = 100.0
+"""From here on, a compilation on a GPU has the cure of the known fault of its autotuner."""
 MIN_SECONDS, LONG_SECONDS = 1.0, 15.0
 """Other programs are reported if they took at least this long. Of those without a name for users, such as a slice, only
 long ones have a line; the time of the others is said with the next line."""
@@ -49,6 +52,11 @@ class Compile(NamedTuple):
             return f"compiled {name}: {duration(self.seconds)}"
         saved = f", {duration(self.saved)} saved" if self.saved is not None and self.saved >= 1 else ""
         return f"compiled {name}: cached, read in {duration(self.seconds)}{saved}"
+
+    def advice(self) -> str:
+        """What may make a long compilation on a GPU shorter, as the end of a line."""
+        long = not self.cached and self.seconds >= AUTOTUNED_SECONDS and jax.default_backend() == "gpu"
+        return f"; {next(fault.cure for fault in RUN_FAULTS if fault.name == 'fusion_autotuner')}" if long else ""
 
 
 class CompileLog:
@@ -102,7 +110,7 @@ class CompileLog:
                 *others, _ = self._unsaid
                 programs = f"{len(others)} small program{'s' * (len(others) > 1)}"
                 small = f"; {programs} before it: {duration(sum(others))}" if others else ""
-                self._say(program.description() + small)
+                self._say(program.description() + small + program.advice())
                 self._unsaid.clear()
             self._event("compile", name=program.name, seconds=round(program.seconds, 3), cached=program.cached)
         if (call := self._ready.get(program.name)) is not None:

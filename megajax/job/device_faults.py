@@ -14,6 +14,7 @@ import jax
 from megajax.config.compose import override
 from megajax.config.errors import UserError
 from megajax.job.device_memory import compiled_memory, size
+from megajax.machine.known_faults import explanation
 from megajax.mesh.config import SIZED_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.facts import facts_of
@@ -25,7 +26,10 @@ from megajax.storage.disk import open_regular
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 
-EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|out of memory|CUDA_ERROR_OUT_OF_MEMORY", re.IGNORECASE)
+EXHAUSTED = re.compile(
+    r"\A(?!.*(host_bfc|pinned host|nccl)).*(RESOURCE_EXHAUSTED|out of memory|CUDA_ERROR_OUT_OF_MEMORY)", re.I | re.S
+)
+"""Of a device: the pool of pinned host memory and NCCL have known faults of their own."""
 REQUESTED = re.compile(r"allocat\w*\s+(?:request for\s+)?(?P<number>[\d.]+)\s*(?P<unit>[KMGT]i?B|bytes|B)?", re.I)
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 INSTALLATION = re.compile(
@@ -49,15 +53,18 @@ def device_fault(error: BaseException, cfg: RunConfig, folder: Path) -> DeviceFa
     if not isinstance(error, RuntimeError | ValueError | MemoryError) or isinstance(error, UserError):
         return None
     text = str(error)
+    known = explanation(text)
     if isinstance(error, MemoryError):
-        explanation = "the host, not a device, is out of memory: check data.loader and other processes"
+        reason = "the host, not a device, is out of memory: check data.loader and other processes"
     elif EXHAUSTED.search(text):
-        explanation = out_of_memory(error, cfg)
+        reason = out_of_memory(error, cfg)
     elif INSTALLATION.search(text):
-        explanation = installation(text)
+        reason = installation(text)
+    elif known:
+        reason = text.strip().splitlines()[0][:600]
     else:
         return None
-    return DeviceFault(f"{explanation}\n{_write_traceback(error, folder)}")
+    return DeviceFault("\n".join([reason, *known, _write_traceback(error, folder)]))
 
 
 def installation(text: str) -> str:

@@ -15,11 +15,10 @@ type Way = Literal["auto", "gather", "ragged", "capacity"]
 
 EXCHANGES: Mapping[str, str] = {"ragged": "ragged-all-to-all", "capacity": "all-to-all"}
 """Way -> the collective that sends rows."""
-RAGGED_FAULT = (
-    "gradients of ragged exchanges were reported to be NaN under XLA's latency-hiding scheduler "
-    "(https://github.com/marin-community/marin/issues/8077)"
-)
-"""Why `auto` is not ragged, until `benchmarks/gpu_check.sh` has compared the gradients of all ways on GPUs."""
+RAGGED_FAULT = "gradients of ragged exchanges were wrong by XLA's one-shot kernel"
+"""Why `auto` is not ragged, until `benchmarks/gpu_check.sh` has compared the gradients of all ways on GPUs.
+
+Compiler options replace the kernel: see `ragged_one_shot` in megajax/machine/known_faults.py."""
 
 
 class ExpertSharding(NamedTuple):
@@ -129,10 +128,8 @@ class ExpertFacts:
             return ""
         if on_cpu:
             return "ragged sends all tokens everywhere on CPUs, which have no ragged all-to-all"
-        return (
-            f"WARNING: dispatch.way=ragged: {RAGGED_FAULT}. Compare them here with PARTS=layers ONLY=experts "
-            "benchmarks/gpu_check.sh, or set --xla=xla_gpu_enable_latency_hiding_scheduler=false or dispatch.way=gather"
-        )
+        compare = "PARTS=layers ONLY=experts benchmarks/gpu_check.sh"
+        return f"dispatch.way=ragged: {RAGGED_FAULT}. Its replacement sends more than gather; {compare} compares"
 
     def summary(self, tokens: float, sharding: ExpertSharding) -> str:
         """Text of the way, the rows of the buffer and the worst case."""

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.multiply_adds import MultiplyAdds
 from megajax.layers.recompute import PARTS, Part, SavePolicy

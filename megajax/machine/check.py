@@ -15,7 +15,7 @@ from megajax.processes.gpus import installed_gpus, visible_gpus
 
 TESTS = ("matmul", "all-reduce", "host to device", "clocks", "GPU health", "disk")
 """Names of the tests of `megajax.machine.before_run`, in order."""
-STAGES = ("devices", "matmul", "attention", "grouped matmul", "all-reduce")
+STAGES = ("devices", "eager", "NCCL", "matmul", "attention", "grouped matmul", "all-reduce")
 """Names of the tests of `megajax.machine.device_trial`, in order."""
 FIRST_AID = "stop other programs on the devices; check the driver and dmesg; try CUDA_VISIBLE_DEVICES=N one by one"
 OUT_OF_SERVICE = "take the device out of service: its results can't be trusted"

@@ -1,12 +1,15 @@
 """Test all devices of jax in stages, printing JSON lines. Any stage may hang or crash: see examine.py."""
 
+import ctypes
 import faulthandler
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,13 +19,17 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.display.text import byte_size
 from megajax.kernels.attention.attention import attend, local_device
-from megajax.kernels.attention.capability import BACKENDS, KernelRequest
+from megajax.kernels.attention.capability import BACKENDS
 from megajax.kernels.attention.mask import Mask
+from megajax.kernels.attention.request import KernelRequest
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
 from megajax.kernels.grouped.matmul import grouped_matmul
+from megajax.machine import known_faults
 from megajax.machine.before_run import all_reduce, matmul
-from megajax.machine.check import FIRST_AID, STAGES, Finding, Machine, fail, ok, warn
+from megajax.machine.check import FIRST_AID, OUT_OF_SERVICE, STAGES, Finding, Machine, fail, ok, warn
+from megajax.machine.run_fault import Conditions
 from megajax.mesh.mesh import find_devices
+from megajax.processes.known_fault import dotted
 from megajax.processes.peers import Peers
 
 ROWS, LENGTH, HEADS, GROUPS, HEAD = 2, 128, 4, 2, 64
@@ -54,6 +61,55 @@ def devices() -> Finding:
         return fail(f"{text}, with {gpus} GPUs", "uv sync --extra cuda12 (or cuda13); unset JAX_PLATFORMS")
     if used < gpus:
         return warn(f"{text}, {gpus} GPUs installed", "check CUDA_VISIBLE_DEVICES; nvidia-smi -L")
+    return ok(text)
+
+
+EAGER: dict[str, Callable[[Any], Any]] = {
+    "sqrt": lambda xp: xp.sqrt(xp.arange(1, 1025, dtype=xp.float32)),
+    "exp": lambda xp: xp.exp(xp.linspace(-4, 4, 257, dtype=xp.float32)),
+    "sum": lambda xp: xp.arange(4096, dtype=xp.float32).reshape(64, 64).sum(axis=1),
+    "cumsum": lambda xp: xp.cumsum(xp.arange(1000, dtype=xp.int32)),
+    "sort": lambda xp: xp.sort(xp.arange(1000, dtype=xp.int32) * 7919 % 1009),
+    "gather": lambda xp: xp.arange(1000, dtype=xp.float32)[xp.arange(0, 1000, 7) * 3 % 1000],
+    "where": lambda xp: xp.where(xp.arange(300) % 3 == 0, xp.float32(1), xp.float32(-1)),
+}
+"""Small operations as functions of numpy or jax.numpy. `known_faults` has one that was wrong outside of jit."""
+
+
+def eager() -> Finding:
+    """Small operations give the same numbers one by one, compiled together, and in numpy, on each device."""
+    wrong = []
+    for device in jax.local_devices():
+        with jax.default_device(device):
+            results = [{name: operation(jnp) for name, operation in EAGER.items()}]
+            results.append(jax.jit(lambda: {name: operation(jnp) for name, operation in EAGER.items()})())
+        for kind, values in zip(("eager", "compiled"), results, strict=True):
+            wrong += [
+                f"{name} ({kind}, device {device.id})"
+                for name, operation in EAGER.items()
+                if relative_error(np.asarray(values[name], np.float64), np.asarray(operation(np), np.float64)) > TIGHT
+            ]
+    if wrong:
+        return fail(f"wrong results: {', '.join(wrong)}", f"use another driver or jax, or {OUT_OF_SERVICE}")
+    return ok(f"{len(EAGER)} operations as in numpy, one by one and compiled")
+
+
+def nccl(maps: Path = Path("/proc/self/maps"), load: Callable[[str], Any] = ctypes.CDLL) -> Finding | None:
+    """One NCCL is loaded, the installed one, without a known fault. After `devices`, for which jax loads it."""
+    paths = dict.fromkeys(re.findall(r"/\S*libnccl\.so\S*", maps.read_text()))
+    if not paths:
+        return None
+    number = ctypes.c_int()
+    load(next(iter(paths))).ncclGetVersion(ctypes.byref(number))
+    release = number.value // 10000, number.value // 100 % 100, number.value % 100
+    conditions = Conditions(versions=known_faults.versions() | {"NCCL": release}, devices=2)
+    problems = [fault for fault in known_faults.met(conditions, "warn") if fault.name.startswith("nccl")]
+    text = f"NCCL {dotted(release)} is loaded, from {', '.join(paths)}"
+    if len(paths) > 1:
+        return fail(f"several are loaded: {text}", "unset LD_LIBRARY_PATH and LD_PRELOAD: one of them must go")
+    if problems:
+        texts = "; ".join(fault.text(conditions) for fault in problems)
+        return warn(f"{text}; {texts}", "; ".join(fault.cure for fault in problems))
     return ok(text)
 
 
@@ -187,8 +243,10 @@ def relative_error(result: np.ndarray, expected: np.ndarray) -> float:
 
 def main() -> None:
     """Run all stages; an exception fails a stage. argv[1] is the time limit of a stage, which ends the process."""
-    functions: tuple[Callable[[], Finding], ...] = (
+    functions: tuple[Callable[[], Finding | None], ...] = (
         devices,
+        eager,
+        nccl,
         matmul,
         attention,
         grouped,
@@ -203,7 +261,7 @@ def main() -> None:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             finding = fail(f"{kind}{error}"[:600], FIRST_AID)
         print(json.dumps({"stage": name, "finding": finding}))
-        if name == STAGES[0] and finding.advice == FIRST_AID:  # it raised
+        if name == STAGES[0] and finding is not None and finding.advice == FIRST_AID:  # it raised
             break
 
 

@@ -23,6 +23,7 @@ from megajax.machine import gpu_checks, host_checks, known_faults
 from megajax.machine.check import FIRST_AID, STAGES, TESTS, Check, Finding, Machine, fail, run_checks, warn
 from megajax.processes.gpus import set_nccl_variables
 from megajax.processes.identity import find_identity
+from megajax.processes.xla_options import add_flags
 
 JOINT_SECONDS = 180.0
 """Total time limit of all joint tests."""
@@ -40,19 +41,30 @@ def run_trial(machine: Machine) -> tuple[Mapping[str, Finding], str, str]:
     # As in a run of one process that drives all of them.
     environment = dict(machine.environment)
     set_nccl_variables(len(machine.visible_gpus), processes=1, environment=environment)
-    nccl = {name: value for name, value in environment.items() if name not in machine.environment}
-    output = machine.run(*command, seconds=STAGE_SECONDS * (len(STAGES) + 1), **nccl)
+    if machine.gpu_files:
+        add_flags(known_faults.options(known_faults.of_machine(machine)), environment)
+    changed = {name: value for name, value in environment.items() if value != machine.environment.get(name)}
+    output = machine.run(*command, seconds=STAGE_SECONDS * (len(STAGES) + 1), **changed)
     findings, stage = {}, "import"
     for line in output.out.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # jax may print other lines
             report = json.loads(line)
             stage = report["stage"]
-            findings[stage] = Finding(*report["finding"])
+            findings[stage] = report["finding"] and Finding(*report["finding"])
     hangs = f"gave no answer within {STAGE_SECONDS:g} s" if "Timeout (" in output.err else ""
     return findings, stage, hangs or output.reason
 
 
-def check_stage(stage: str, machine: Machine) -> Finding:
+def check_stage(stage: str, machine: Machine) -> Finding | None:
+    """The finding of a stage, with the cures of known faults that show in it; None if it does not apply here."""
+    finding = stage_finding(stage, machine)
+    if finding is None or finding.status != "fail":
+        return finding
+    cures = [fault.cure for fault in known_faults.KNOWN_FAULTS if fault.shows(finding.state)]
+    return finding._replace(advice="; ".join([*cures, finding.advice]))
+
+
+def stage_finding(stage: str, machine: Machine) -> Finding | None:
     """The finding of a stage. Only the stage that hung or crashed fails; later ones warn that they did not run."""
     findings, stopped_in, why = machine.cached("trial", run_trial)
     if stage in findings:

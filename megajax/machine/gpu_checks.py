@@ -40,7 +40,7 @@ def driver(machine: Machine) -> Mapping[str, Any]:
 
 def _query_driver(machine: Machine) -> Mapping[str, Any]:
     output = machine.run(sys.executable, "-m", "megajax.machine.gpu_checks", seconds=NVML_SECONDS)
-    if output.code == 0:
+    if output.code == 0 and output.out:
         return json.loads(output.out.splitlines()[-1])
     return {"gpus": [], "why": f"the driver does not answer: {output.reason}"}
 

@@ -120,8 +120,8 @@ def processes(machine: Machine) -> Finding | None:
         return None
     single, gang = (f"{variable.name}={variable.value}" for variable in (SEVERAL_GPUS, ONE_GPU))
     return ok(
-        f"megajax.launch starts {gpus}, with one GPU each and {gang}; a command without it drives {gpus} GPUs, with "
-        f"{single}" + (f"; set here: {present}" if present else "")
+        f"megajax.train and megajax.launch start {gpus}, with one GPU each and {gang}; other commands drive {gpus} "
+        f"GPUs, with {single}" + (f"; set here: {present}" if present else "")
     )
 
 

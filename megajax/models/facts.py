@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
 from megajax.config.hints import below
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.block.step_work import ALL, PASSES, Count, Reached, Training, block_work, factors
 from megajax.layers.checks import missing_members

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Side, SupportsContext, prefixed
 from megajax.layers.lora.config import LoRAConfig

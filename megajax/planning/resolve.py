@@ -8,9 +8,10 @@ import jax
 from megajax.config.compose import demand_fit
 from megajax.config.errors import ConfigError
 from megajax.data.chat.choose_template import with_template
-from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices
 from megajax.planning.compiled.scheduled_step import CostScheduler
+from megajax.planning.host_pool import demand_pool
 from megajax.planning.replan import elastic_hint, replanned
 from megajax.training.check_compiler_options import run_options
 from megajax.training.program import demand_kernels
@@ -41,6 +42,8 @@ def resolve(
         mesh = build_mesh(cfg.parallel, devices)
     except ConfigError as error:
         raise (elastic_hint(error, cfg, devices_per_process(devices)) if may_replan else error) from None
+    own_gpus = sum(x.platform == "gpu" and x.process_index == jax.process_index() for x in devices)
+    demand_pool(cfg, own_gpus, len(devices))
     kernels = demand_kernels(cfg, device)
     sets = {name: with_template(data, cfg.tokenizer) for name, data in cfg.evaluation.sets.items()}
     cfg = replace(cfg, data=with_template(cfg.data, cfg.tokenizer), evaluation=replace(cfg.evaluation, sets=sets))

@@ -13,7 +13,8 @@ import jax
 
 from megajax.display.banner import Report, Section, Table
 from megajax.display.text import byte_size, duration
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.mesh.config import ContextSharding
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.models.protocol import ModelConfig

@@ -31,6 +31,8 @@ RESOLVE_SECONDS = 30.0
 the timeout of the whole start."""
 REFUSED_SECONDS = 1.0
 """Pause before the next attempt after process 0 of another run has answered."""
+HEARTBEAT_SECONDS = 300
+"""Minimum time without a heartbeat until jax ends all processes: one that pins host memory sends none for minutes."""
 _CONNECT_SECONDS = 60.0
 """Minimum time for jax to connect processes that have all started."""
 
@@ -67,6 +69,7 @@ def start(
         cluster_detection_method="deactivate",
         coordinator_bind_address=place.bind or None,
         initialization_timeout=int(max(patience, _CONNECT_SECONDS)),
+        heartbeat_timeout_seconds=int(max(patience, HEARTBEAT_SECONDS)),
     )
     return world
 

@@ -238,9 +238,19 @@ def options_for_once(options: Mapping[str, Value], platform: str, weights: int) 
     return {**compiler_options(*quick), **options}
 
 
+IN_ENVIRONMENT = "XLA_FLAGS=--"
+"""Before an option that a user is to set for the whole process."""
+
+
+def flag_values(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The options that the environment variable XLA_FLAGS sets; one without a value is true."""
+    words = re.findall(r"--(\w+)(=\S*)?", environment.get("XLA_FLAGS", ""))
+    return {name: value.removeprefix("=") if value else "true" for name, value in words}
+
+
 def flag_names(environment: Mapping[str, str] = os.environ) -> set[str]:
     """Names of the options that the environment variable XLA_FLAGS sets."""
-    return set(re.findall(r"--(\w+)", environment.get("XLA_FLAGS", "")))
+    return set(flag_values(environment))
 
 
 def add_flags(options: Iterable[Option], environment: Any = os.environ) -> None:

@@ -5,9 +5,10 @@ expected kind. So this module needs no list of options, and a default option tha
 """
 
 import mmap
+import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,17 @@ import jaxlib
 import numpy as np
 from jax.sharding import Mesh
 
+from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.hints import did_you_mean, nearest_names
 from megajax.config.parse_scalar import Mismatch, scalar
+from megajax.layers.expert_facts import ExpertSharding
+from megajax.machine import known_faults
+from megajax.machine.run_fault import Conditions, processors
+from megajax.precision.fp8 import capability_of
 from megajax.processes import xla_options
-from megajax.processes.xla_options import Defaults, Option, Value, XlaConfig, compiler_options
+from megajax.processes.known_fault import version_of
+from megajax.processes.xla_options import Defaults, Option, Value, XlaConfig, compiler_options, flag_values
 from megajax.training.run_config import RunConfig
 
 UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")
@@ -59,11 +66,47 @@ def default_options(cfg: RunConfig, platform: str) -> list[Option]:
 def run_options(cfg: RunConfig, mesh: Mesh) -> dict[str, Value]:
     """The compiler options of every program of a run. Each process checks them for one of its own devices.
 
-    Raises ConfigError for options given by the user that the compiler refuses.
+    Raises ConfigError for options given by the user that the compiler refuses, and for a known fault that the run would
+    meet and that no option avoids.
     """
     devices = list(mesh.devices.flat)
     device = next((candidate for candidate in devices if candidate.process_index == jax.process_index()), devices[0])
-    return accepted_options(compiler_options(*default_options(cfg, device.platform)), cfg.xla.options, device)
+    conditions = run_conditions(cfg, devices)
+    if problems := known_faults.refusals(conditions):
+        raise ConfigError(problems, "known faults")
+    options = [*default_options(cfg, device.platform), *known_faults.options(conditions)]
+    return accepted_options(compiler_options(*options), cfg.xla.options, device)
+
+
+def run_conditions(cfg: RunConfig, devices: Sequence[jax.Device]) -> Conditions:
+    """What decides which known faults a run on these devices can meet."""
+    ways = {value for name, value in flatten(cfg.model).items() if name.endswith("dispatch.way")}
+    return conditions_of(cfg.xla, devices, ragged=ExpertSharding.of(cfg.parallel).devices * ("ragged" in ways))
+
+
+def conditions_of(xla: XlaConfig, devices: Sequence[jax.Device], ragged: int = 0) -> Conditions:
+    """What decides which known faults programs on these devices can meet; nothing on CPUs. ragged: as in Conditions.
+
+    Virtual GPUs have no driver and no machine: only the settings count.
+    """
+    platform = devices[0].platform
+    if platform not in ("gpu", "cuda"):
+        return Conditions()
+    if platform == "cuda":
+        return Conditions(versions={"jaxlib": version_of(jaxlib.__version__)}, devices=len(devices), ragged=ragged)
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    return Conditions(
+        versions=known_faults.versions(),
+        gpus=len(local),
+        devices=len(devices),
+        processes=jax.process_count(),
+        capability=capability_of(devices[0]) or None,
+        names=tuple({device.device_kind for device in local}),
+        cpus=processors(),
+        environment=os.environ,
+        flags=flag_values(os.environ) | {name: str(value) for name, value in xla.options.items()},
+        ragged=ragged,
+    )
 
 
 def inference_options(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
@@ -73,6 +116,7 @@ def inference_options(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
     """
     defaults = xla_options.DEFAULTS.get(device.platform, Defaults())
     options = (*defaults.always, *defaults.inference, *(defaults.deterministic if xla.deterministic else ()))
+    options += tuple(known_faults.options(conditions_of(xla, jax.devices())))
     return accepted_options(compiler_options(*options), xla.options, device)
 
 

@@ -16,7 +16,8 @@ from jax.stages import Wrapped
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization.replace_matrices import demand_device

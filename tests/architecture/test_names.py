@@ -59,7 +59,6 @@ def test_each_kind_of_binding_is_checked(source: str) -> None:
 
 ALIKE = {
     "CodeProducts": "the protocol that precision asks for, and the kernels that fulfil it",
-    "KnownFault": "of kernels, which are then not chosen, and of packages",
     "Run": "that of notebooks also generates text",
 }
 """Names of two classes, and why they are alike."""

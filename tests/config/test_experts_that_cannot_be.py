@@ -105,8 +105,8 @@ def test_the_banner_shows_the_effective_dispatcher():
     sharded, single = ExpertSharding(expert=2), ExpertSharding()
     assert "no ragged all-to-all" in facts.way_note(sharded, on_cpu=True)
     warning = facts.way_note(sharded, on_cpu=False)
-    assert warning.startswith("WARNING: dispatch.way=ragged: gradients of ragged exchanges were reported to be NaN")
-    assert "marin/issues/8077" in warning and "ONLY=experts" in warning and "dispatch.way=gather" in warning
+    assert warning.startswith("dispatch.way=ragged: gradients of ragged exchanges were wrong by XLA's one-shot kernel")
+    assert "sends more than gather" in warning and "ONLY=experts" in warning
     assert facts.way_note(single, on_cpu=False) == "all experts are on each device: dispatch.way=ragged sends nothing"
     assert moe().expert_facts(32).way_note(single, on_cpu=True) == ""
     assert moe(dispatch=DispatchConfig(way="capacity")).expert_facts(32).way_note(sharded, on_cpu=False) == ""

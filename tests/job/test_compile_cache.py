@@ -243,6 +243,14 @@ def test_a_world_writable_cache_is_not_used(tmp_path):
     assert together(1, lambda peers: unusable(peers, tmp_path, folder)) == [None]
 
 
+def test_a_long_compilation_on_a_gpu_has_advice(monkeypatch):
+    long = Compile("train_step", 140.0, False, None)
+    assert long.advice() == "", "on a CPU nothing is timed"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert long.advice().endswith("--xla=xla_gpu_experimental_enable_fusion_autotuner=false")
+    assert long._replace(seconds=60.0).advice() == long._replace(cached=True).advice() == ""
+
+
 def test_sentences():
     assert Compile("train_step", 61.0, False, None).description() == "compiled the train step: 1m01s"
     lines, events = [], []

@@ -21,6 +21,7 @@ from megajax.data.text.config import MockConfig
 from megajax.faults.config import ResilienceConfig
 from megajax.job.job import train
 from megajax.job.start.compile_cache import use_cache
+from megajax.machine.known_faults import NO_GRAPHS
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
@@ -85,6 +86,7 @@ def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, 
     cfg = config(tmp_path)
     walk(cfg)
     wanted = compiler_options(*default_options(cfg, "gpu")) | {**GIVEN, "xla_llvm_disable_expensive_passes": True}
+    wanted |= {NO_GRAPHS.name: NO_GRAPHS.value}
     assert {"xla_gpu_pipeline_all_gather", "xla_gpu_deterministic_ops"} <= wanted.keys()
     assert programs and all(options == wanted for options in programs)
     text = capsys.readouterr().out
@@ -93,6 +95,7 @@ def test_a_GPU_job_from_its_first_start_to_an_evaluation(tmp_path, monkeypatch, 
     single_spaced = " ".join(text.split())
     assert "NCCL_LAUNCH_MODE=GROUP (MegaJAX)" in single_spaced
     assert "GPU memory 0.92 of it for arrays" in single_spaced and ", step 2 of" in single_spaced
+    assert "known fault CUDA graphs with cuDNN's attention are not captured" in single_spaced
     assert "peak memory of a device 2.0 MiB of 72.00 GiB" in single_spaced
     assert "throughput per GPU (TFLOP/s/GPU): 0.0" in text and "Megatron-LM's formula" in text
     # By XLA's own times, and by those of the cost model.

@@ -9,11 +9,15 @@ from gpu_stand_in import KIND, CudaVersions, stand_in
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import PASSES, local_device
-from megajax.kernels.attention.capability import BACKENDS, KNOWN_FAULTS, KernelDevice, KernelRequest, choose
+from megajax.kernels.attention.capability import BACKENDS, RANKS, choose, in_order
+from megajax.kernels.attention.faults import KERNEL_FAULTS
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.mesh.config import ContextSharding
 
 H100 = KernelDevice(name="H100", capability=(9, 0), cudnn=(9, 28, 0))
 A100 = KernelDevice(name="A100", capability=(8, 0), cudnn=(9, 28, 0))
+L40S = KernelDevice(name="L40S", capability=(8, 9), cudnn=(9, 28, 0))
+THOR = KernelDevice(name="Thor", capability=(11, 0), cudnn=(9, 28, 0))
 B200 = KernelDevice(name="B200", capability=(10, 0), cudnn=(9, 28, 0))
 DESKTOP = KernelDevice(name="RTX 5090", capability=(12, 0), cudnn=(9, 28, 0))
 PLAIN = KernelRequest(dtype="bfloat16", key_dim=128, value_dim=128, length=4096)
@@ -25,8 +29,11 @@ LATENT = replace(PLAIN, key_dim=192)
     ("device", "request_", "kernel", "why"),
     [
         (H100, PLAIN, "cudnn", ()),
-        (A100, PLAIN, "cudnn", ()),
-        (replace(A100, cudnn=None), PLAIN, "pallas", ("runs from cuDNN 9.2 on, none was found",)),
+        (A100, PLAIN, "pallas", ()),
+        (L40S, PLAIN, "cudnn", ()),
+        (DESKTOP, PLAIN, "pallas", ()),
+        (A100, replace(PLAIN, dtype="float32"), "reference", ("pallas, cudnn, cudnn_mask: computes in bfloat16",)),
+        (replace(L40S, cudnn=None), PLAIN, "pallas", ("runs from cuDNN 9.2 on, none was found",)),
         (KernelDevice(name="V100", capability=(7, 0)), PLAIN, "reference", ("runs from compute capability 8.0 on",)),
         (
             KernelDevice(name="cpu"),
@@ -34,13 +41,13 @@ LATENT = replace(PLAIN, key_dim=192)
             "reference",
             ("cudnn, pallas, cudnn_mask: needs an NVIDIA GPU, jax found cpu",),
         ),
-        (A100, replace(PLAIN, window=128, sink=True), "cudnn", ()),
+        (A100, replace(PLAIN, window=128, sink=True), "pallas", ()),
         (H100, replace(PLAIN, documents=True), "cudnn", ()),
-        (A100, replace(PLAIN, documents=True), "pallas", ("cudnn: isolates documents from compute capability 9.0 on",)),
-        (DESKTOP, replace(PLAIN, documents=True), "pallas", ("below compute capability 11, RTX 5090 has 12.0",)),
+        (L40S, replace(PLAIN, documents=True), "pallas", ("cudnn: isolates documents from compute capability 9.0 on",)),
+        (THOR, replace(PLAIN, documents=True), "pallas", ("below compute capability 11, Thor has 11.0",)),
         (H100, LATENT, "cudnn", ()),
         (replace(H100, cudnn=(9, 9, 0)), LATENT, "pallas", ("of 192 with values of 128 from cuDNN 9.10 on",)),
-        (A100, LATENT, "pallas", ("cudnn: takes heads of 192 with values of 128 from compute capability 9.0 on",)),
+        (L40S, LATENT, "pallas", ("cudnn: takes heads of 192 with values of 128 from compute capability 9.0 on",)),
         (B200, LATENT, "cudnn", ()),
         (replace(B200, cudnn=(9, 10, 0)), LATENT, "pallas", ("from cuDNN 9.11 on, here is 9.10.0",)),
         (B200, replace(LATENT, documents=True), "pallas", ("takes heads of 192 below compute capability 10.0",)),
@@ -53,8 +60,8 @@ LATENT = replace(PLAIN, key_dim=192)
         (H100, replace(PLAIN, bias=True), "reference", ("has no bias of scores",)),
         (H100, replace(PLAIN, dropout=0.1), "reference", ("the same on every layout, which is 0.1",)),
         (H100, replace(PLAIN, causal=False, window=3), "pallas", ("has windows in causal attention only",)),
-        (A100, replace(PLAIN, causal=False, padded=True), "cudnn", ()),
-        (A100, replace(ACROSS, padded=True), "cudnn", ()),
+        (L40S, replace(PLAIN, causal=False, padded=True), "cudnn", ()),
+        (L40S, replace(ACROSS, padded=True), "cudnn", ()),
         (H100, replace(ACROSS, key_length=511), "pallas", ("cudnn: takes rows of even length, not of 511",)),
         (H100, replace(ACROSS, documents=True), "pallas", ("does not isolate documents between two sequences",)),
     ],
@@ -68,6 +75,15 @@ def test_auto_chooses_the_fastest_supported_backend(
     for part in why:
         assert part in "; ".join(choice.reasons)
     assert choose(kernel, request_, device).kernel == kernel
+
+
+def test_every_order_of_a_capability_has_all_backends_with_the_exact_ones_last() -> None:
+    for rank in RANKS:
+        device = KernelDevice(name="GPU", capability=rank.capability[0])
+        order = tuple(in_order(device))
+        assert order[: len(rank.first)] == rank.first and rank.why
+        assert set(order) == set(BACKENDS) and order[-3:] == ("reference", "fixed", "blocks")
+        assert tuple(in_order(replace(device, capability=rank.capability[1]))) == tuple(BACKENDS)
 
 
 def test_an_unsupported_backend_is_an_error_with_an_alternative() -> None:
@@ -186,6 +202,7 @@ def test_the_reference_and_pallas_take_any_sharding_of_rows() -> None:
 H200 = KernelDevice(name="NVIDIA H200", capability=(9, 0), cudnn=(9, 28, 0))
 B200 = KernelDevice(name="NVIDIA B200", capability=(10, 0), cudnn=(9, 28, 0))
 DOCUMENTS = replace(PLAIN, documents=True)
+B300 = KernelDevice(name="NVIDIA B300", capability=(10, 3), cudnn=(9, 28, 0))
 PYTORCH, FRONTEND = "pytorch/issues/196678", "cudnn-frontend/pull/628"
 TRANSFORMER_ENGINE = "TransformerEngine/pull/2344"
 
@@ -223,6 +240,8 @@ def on(device: KernelDevice, *version: int) -> KernelDevice:
         ("cudnn", replace(PLAIN, key_dim=192, value_dim=160), on(H200, 9, 13, 0), ""),
         ("cudnn", replace(PLAIN, key_dim=192), on(H200, 9, 12, 0), ""),
         ("cudnn", PLAIN, on(H200, 9, 10, 1), "fused_attn.cpp"),
+        ("cudnn", PLAIN, on(B300, 9, 9, 0), "cudnn-frontend/issues/203"),
+        ("cudnn", PLAIN, on(B300, 9, 11, 0), ""),
         ("cudnn", PLAIN, on(H200, 9, 10, 2), ""),
     ],
 )
@@ -258,11 +277,11 @@ def test_auto_takes_the_next_kernel_and_gives_the_reason() -> None:
 
 
 def test_every_row_belongs_to_a_backend_and_has_a_remedy() -> None:
-    assert {kernel for fault in KNOWN_FAULTS for kernel in fault.kernels} == {"cudnn", "cudnn_mask"}
-    for fault in KNOWN_FAULTS:
+    assert {kernel for fault in KERNEL_FAULTS for kernel in fault.kernels} == {"cudnn", "cudnn_mask"}
+    for fault in KERNEL_FAULTS:
         assert all(fault in BACKENDS[kernel].faults for kernel in fault.kernels)
-        assert fault.report.startswith("https://github.com/") and fault.change
-        assert not fault.applies(KernelRequest()) or fault.effect.startswith("is not used")
+        assert fault.report.startswith("https://github.com/") and fault.cure
+        assert not fault.applies(KernelRequest()) or fault.name in ("cudnn_9_10", "b300")
 
 
 @pytest.mark.parametrize("device", [H200, B200])

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.kernels.grouped import matmul as module
 from megajax.kernels.grouped import mosaic as grouped_mosaic
 from megajax.kernels.grouped.capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped

@@ -10,7 +10,7 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.job import banner
-from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig, GatedMLPConfig
@@ -25,6 +25,7 @@ from megajax.training.program import demand_kernels
 
 H100 = KernelDevice(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 28, 0))
 A100 = KernelDevice(name="NVIDIA A100", capability=(8, 0), cudnn=(9, 28, 0))
+L40S = KernelDevice(name="NVIDIA L40S", capability=(8, 9), cudnn=(9, 28, 0))
 MIXER = "model.stack.pattern.0.mixer"
 
 
@@ -80,14 +81,14 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(kernel_lines) -> None:
     biased = replace(DECODER_ATTENTION, relative=RelativeBiasConfig(shared=True))
     cfg = t5(decoder=biased)
     choices = demand_kernels(cfg, A100)
-    expected = "encoder self-attention cudnn, decoder self-attention reference, decoder cross-attention cudnn"
+    expected = "encoder self-attention pallas, decoder self-attention reference, decoder cross-attention pallas"
     assert ", ".join(f"{choice.place} {choice.kernel}" for choice in choices) == expected
     (_, kernels), (_, why) = kernel_lines(cfg, A100)
     assert kernels.startswith(expected)
-    assert why == "decoder self-attention reference, because cudnn, pallas, cudnn_mask: has no bias of scores"
+    assert why == "decoder self-attention reference, because pallas, cudnn, cudnn_mask: has no bias of scores"
     model = cfg.model.with_kernels([choice.kernel for choice in choices])
     encoder, block = model.encoder.pattern[0].mixer, model.stack.pattern[0]
-    assert (encoder.kernel, block.mixer.kernel, block.cross.kernel) == ("cudnn", "reference", "cudnn")
+    assert (encoder.kernel, block.mixer.kernel, block.cross.kernel) == ("pallas", "reference", "pallas")
 
 
 def test_an_unsupported_kernel_is_refused_in_every_section() -> None:
@@ -110,16 +111,17 @@ CONTEXT, BECAUSE_FLOAT32 = "parallel.context=4", "reference, because cudnn, pall
     [
         (H100, config(), "attention cudnn", None),
         (
-            A100,
+            L40S,
             config(),
             "attention pallas",
             "pallas, because cudnn: isolates documents from compute capability 9.0 on",
         ),
-        (A100, config("data.isolate_documents=false"), "attention cudnn", None),
+        (L40S, config("data.isolate_documents=false"), "attention cudnn", None),
+        (A100, config("data.isolate_documents=false"), "attention pallas", None),
         (H100, config("precision.compute=float32"), "attention reference", BECAUSE_FLOAT32),
         # Without a GPU there is no faster kernel to mention.
         (KernelDevice(name="cpu"), config(), "attention reference", None),
-        (A100, moe(), "attention cudnn, experts reference, cross-entropy", "experts reference, because mosaic: runs"),
+        (A100, moe(), "attention pallas, experts reference, cross-entropy", "experts reference, because mosaic: runs"),
         (H100, config(CONTEXT), "attention cudnn over context 4 by all_gather, cross", None),
         (
             H100,

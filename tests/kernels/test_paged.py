@@ -13,8 +13,8 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.inference.assembly import choose_kernel
 from megajax.kernels.attention.attention import reference_attention
-from megajax.kernels.attention.capability import KernelDevice
 from megajax.kernels.attention.mask import Mask
+from megajax.kernels.attention.request import KernelDevice
 from megajax.kernels.paged.attention import KERNELS, reference, tiled
 from megajax.kernels.paged.capability import PAGED_BACKENDS, PagedRequest, choose_paged
 from megajax.kernels.paged.pools import PagedQueries, Pools

@@ -13,9 +13,10 @@ import pytest
 
 from megajax.kernels.attention import pallas as pallas_attention
 from megajax.kernels.attention.attention import PASSES, Passes, attend, passes_of, reference_attention
-from megajax.kernels.attention.capability import KernelDevice, KernelRequest, choose
+from megajax.kernels.attention.capability import choose
 from megajax.kernels.attention.mask import Mask
 from megajax.kernels.attention.pallas import AttentionBlocks
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 
 CAP, SCALE, LENGTH, HEADS, GROUPS, SIZE = 1.5, 0.7, 40, 4, 2, 16
 INTERPRETED = {"interpret": True, "blocks": AttentionBlocks(16, 16, 4), "cap": CAP}

@@ -233,7 +233,7 @@ def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, ev
 @pytest.mark.aot
 def test_rows_travel_in_ragged_all_to_alls() -> None:
     """The collective is XLA's own, which CPUs lack."""
-    gpus = virtual_devices(Cluster(GPUS["h100"], 1, 8))[:DEVICES]
+    gpus = virtual_devices(Cluster(GPUS["h100"], DEVICES, 8))
     mesh = Mesh(np.array(gpus), ("expert",), axis_types=(AxisType.Auto,))
     dispatch = Ragged(experts=8, top_k=2, axes=("expert",))
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama, with_block
 
 from megajax.config.compose import problems_of
-from megajax.kernels.attention.capability import KernelDevice, KernelRequest
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.layers.attention.config import CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.block.config import BlockConfig

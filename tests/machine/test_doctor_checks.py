@@ -85,8 +85,8 @@ CASES = (
     (host_checks.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES=""), "fail", "shows 0 of 8"),
     (host_checks.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES="0,1"), "warn", "shows 2 of 8"),
     (host_checks.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES="0,9,1"), "warn", "shows 1 of 8"),
-    (host_checks.processes, machine(gpu_files=8), "ok", "starts 8, with one GPU each and NCCL_LAUNCH_ORDER_IMPLICIT=1"),
-    (host_checks.processes, machine(gpu_files=8), "ok", "drives 8 GPUs, with NCCL_LAUNCH_MODE=GROUP"),
+    (host_checks.processes, machine(gpu_files=8), "ok", "start 8, with one GPU each and NCCL_LAUNCH_ORDER_IMPLICIT=1"),
+    (host_checks.processes, machine(gpu_files=8), "ok", "drive 8 GPUs, with NCCL_LAUNCH_MODE=GROUP"),
     (host_checks.processes, machine(gpu_files=2, NCCL_DEBUG="WARN"), "ok", "set here: NCCL_DEBUG=WARN (environment)"),
     (host_checks.processes, machine(gpu_files=8, CUDA_VISIBLE_DEVICES="3"), None, ""),
     (host_checks.processes, machine(), None, ""),
@@ -217,20 +217,26 @@ def test_installation(
 
 
 @pytest.mark.parametrize(
-    ("gpu_files", "installed", "status", "text"),
+    ("number", "installed", "driver", "cpus", "status", "text"),
     [
-        (8, {"nvidia-nccl-cu12": "2.25.1"}, "warn", "nvidia-nccl-cu12 2.25.1 ignores NCCL_LAUNCH_ORDER_IMPLICIT"),
-        (8, {"nvidia-nccl-cu13": "2.26.2.post1"}, "ok", "none"),
-        (8, {}, "ok", "none"),
-        (1, {"nvidia-nccl-cu12": "2.25.1"}, "ok", "none"),
-        (0, {"nvidia-nccl-cu12": "2.25.1"}, None, ""),
+        (8, {"nvidia-nccl-cu12": "2.25.1"}, 580, 64, "warn", "nvidia-nccl-cu12 2.25.1: ignores NCCL_LAUNCH_ORDER_IMPL"),
+        (8, {"nvidia-nccl-cu13": "2.26.2.post1"}, 580, 64, "ok", "none"),
+        (8, {}, 580, 64, "ok", "none"),
+        (1, {"nvidia-nccl-cu12": "2.25.1"}, 580, 64, "ok", "none"),
+        (0, {"nvidia-nccl-cu12": "2.25.1"}, 580, 64, None, ""),
+        (8, {}, 580, 16, "warn", "2 CPUs for each GPU, which needs 4"),
+        (8, {"jaxlib": "0.12.0.1"}, 550, 64, "ok", "avoided by runs: jaxlib 0.12.0.1, driver 550.54: CUDA graphs"),
+        (1, {"nvidia-cuda-nvcc-cu12": "12.6.77"}, 580, 64, "fail", "gathers give wrong numbers"),
     ],
 )
-def test_known_faults_of_versions(
-    gpu_files: int, installed: dict, status: str | None, text: str, monkeypatch: pytest.MonkeyPatch
+def test_known_faults_that_a_run_here_would_meet(
+    number: int, installed: dict, driver: int, cpus: int, status: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(known_faults, "installed_version", lambda package: installed.get(package, ""))
-    check(known_faults.known_faults(machine(gpu_files=gpu_files)), status, text)
+    there = Installation(number, (driver, 54), {}, frozenset())
+    monkeypatch.setattr(known_faults, "find_installation", lambda: there)
+    monkeypatch.setattr(known_faults, "processors", lambda: cpus)
+    check(known_faults.known_faults(with_gpus(*[GPU] * number)), status, text)
 
 
 @pytest.mark.slow
@@ -282,6 +288,56 @@ def test_exit_codes(capsys: pytest.CaptureFixture) -> None:
     assert examine.examine(None, as_json=True, checks=[passing, failing]) == 1
     values = json.loads(capsys.readouterr().out)
     assert values["exit_code"] == 1 and [result["status"] for result in values["checks"]] == ["ok", "fail"]
+
+
+def test_a_stage_that_fails_as_a_known_fault_does_has_its_cure() -> None:
+    text = "Device 0 does not support CUDA Virtual Memory Management (VMM)"
+    finding = examine.check_stage("devices", tried(*stage("devices", "fail", text, "see dmesg")))
+    assert finding.advice.startswith("set XLA_FLAGS=--xla_gpu_experimental_vmm_disabled=true")
+    assert finding.advice.endswith("; see dmesg")
+    passing = tried(*DEVICES, *[{"stage": "NCCL"}, {"stage": "NCCL", "finding": None}])
+    assert examine.check_stage("NCCL", passing) is None, "without a GPU there is nothing to say"
+
+
+def test_operations_outside_of_jit_are_compared_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(device_trial.eager(), "ok", f"{len(device_trial.EAGER)} operations as in numpy, one by one and compiled")
+    wrong = {"sqrt": lambda xp: xp.sqrt(xp.full(3, 512.0)) * (0 if xp is device_trial.jnp else 1)}
+    monkeypatch.setattr(device_trial, "EAGER", wrong)
+    check(device_trial.eager(), "fail", "sqrt (eager, device 0), sqrt (compiled, device 0), sqrt (eager, device 1)")
+
+
+class Nccl:
+    """A library of NCCL, with the C function that gives its version."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def ncclGetVersion(self, result: Any) -> None:
+        result._obj.value = self.number
+
+
+@pytest.mark.parametrize(
+    ("maps", "number", "installed", "status", "text"),
+    [
+        ("7f00 r-xp 00:00 /usr/lib/libc.so.6\n", 0, {}, None, ""),
+        ("7f00 r-xp 00:00 /v/nccl/lib/libnccl.so.2\n" * 3, 23203, {"nvidia-nccl-cu12": "2.32.3"}, "ok", "NCCL 2.32.3"),
+        (
+            "1 /v/libnccl.so.2\n",
+            23007,
+            {"nvidia-nccl-cu12": "2.30.7"},
+            "warn",
+            "2.30.7: the first collective hangs",
+        ),
+        ("1 /opt/libnccl.so.2\n", 22903, {"nvidia-nccl-cu12": "2.32.3"}, "warn", "is not the installed one"),
+        ("1 /v/libnccl.so.2\n2 /opt/libnccl.so.2.29.3\n", 23203, {}, "fail", "several are loaded: NCCL 2.32.3"),
+    ],
+)
+def test_the_loaded_NCCL_is_the_installed_one_without_a_fault(
+    maps: str, number: int, installed: dict, status: Any, text: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "maps").write_text(maps)
+    monkeypatch.setattr(known_faults, "installed_version", lambda package: installed.get(package, ""))
+    check(device_trial.nccl(tmp_path / "maps", lambda path: Nccl(number)), status, text)
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(8, "GROUP"), (1, None), (0, None)])

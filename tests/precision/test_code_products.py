@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu
 from test_blocks import draw, two_layers
 from test_grouped_recipes import trained
 
-from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.kernels.grouped import blackwell_block_scaled, codes
 from megajax.kernels.grouped.capability import CODES, GroupedSizes
 from megajax.kernels.grouped.matmul import CodeProducts, capable, code_products, reference_matrices, reference_rows

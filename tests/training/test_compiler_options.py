@@ -12,6 +12,7 @@ from megajax.config.errors import ConfigError
 from megajax.faults.config import ResilienceConfig
 from megajax.faults.watchdog import WatchdogConfig
 from megajax.job.notebook import prepare
+from megajax.machine.known_faults import NO_GRAPHS
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import Fp8CurrentConfig, PrecisionConfig
@@ -137,7 +138,8 @@ def test_options_are_chosen_inside_a_mesh_of_several_devices(platform, monkeypat
     mesh = build_mesh(cfg.parallel, jax.devices())
     with jax.set_mesh(mesh):
         actual = Program.of(cfg, mesh).options
-    assert actual == compiler_options(*default_options(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False}
+    graphs = {"gpu": {NO_GRAPHS.name: NO_GRAPHS.value}}.get(platform, {})  # of several GPUs in a process
+    assert actual == compiler_options(*default_options(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False} | graphs
 
 
 def test_options_of_a_process_are_checked_on_a_device_of_its_own(monkeypatch):
@@ -145,7 +147,7 @@ def test_options_of_a_process_are_checked_on_a_device_of_its_own(monkeypatch):
     monkeypatch.setattr(
         "megajax.training.check_compiler_options.accepted_options", lambda *_: calls.append(_[-1]) or {}
     )
-    devices = [SimpleNamespace(platform="gpu", process_index=number) for number in (1, 0)]
+    devices = [SimpleNamespace(platform="gpu", device_kind="H100", process_index=number) for number in (1, 0)]
     run_options(run_config(), SimpleNamespace(devices=np.array(devices)))
     assert calls == [devices[1]]
     # Only virtual devices of other processes.

@@ -21,9 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.attention import blocks, cudnn, tiles
 from megajax.kernels.attention import pallas as pallas_attention
-from megajax.kernels.attention.capability import KernelDevice
 from megajax.kernels.attention.dropout import AttentionDropout
 from megajax.kernels.attention.mask import Mask
+from megajax.kernels.attention.request import KernelDevice
 from megajax.kernels.soft_cap import soft_cap_slope, soft_capped
 from megajax.mesh.layer_observations import observe
 

@@ -10,61 +10,14 @@ from typing import Literal, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.hints import divisors_of
-from megajax.mesh.config import UNSHARDED, ContextSharding
-
-type Version = tuple[int, ...]
-type Kernel = Literal["auto", "reference", "fixed", "blocks", "cudnn", "cudnn_mask", "pallas"]
+from megajax.kernels.attention.faults import BLACKWELL, HOPPER, KernelFault, faults_of
+from megajax.kernels.attention.request import Kernel, KernelDevice, KernelRequest
+from megajax.processes.known_fault import Version, dotted
 
 
 def exchange_sizes(heads: int, kv_heads: int) -> list[int]:
     """Numbers of devices that can exchange this many query and key-value heads per device for positions."""
     return [n for n in divisors_of(heads) if kv_heads % n == 0 or n % kv_heads == 0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelRequest:
-    """The attention to compute. None: unknown yet, not checked."""
-
-    dtype: str | None = None
-    """Dtype of queries, keys and values."""
-    key_dim: int | None = None
-    """Size of a query or key head."""
-    value_dim: int | None = None
-    """Size of a value head."""
-    length: int | None = None
-    """Positions in a row."""
-    key_length: int | None = None
-    """Positions in a row of the other sequence that keys and values come from."""
-    causal: bool = True
-    cross: bool = False
-    """Keys and values come from another sequence than queries."""
-    window: int | None = None
-    """Number of keys before its own position that a query sees."""
-    documents: bool = False
-    """Rows hold several documents, which must not attend to each other."""
-    padded: bool = False
-    """Rows hold one text, followed by padding."""
-    sink: bool = False
-    bias: bool = False
-    """Differentiable bias of the scores."""
-    cap: bool = False
-    """Soft cap of the scores."""
-    dropout: float = 0.0
-    """Dropout rate of attention weights."""
-    sharding: ContextSharding = UNSHARDED
-    """How rows are sharded over devices."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelDevice:
-    """The properties of a device that backends depend on."""
-
-    name: str
-    """Name according to the driver."""
-    capability: Version | None = None
-    """Compute capability of an NVIDIA GPU, (9, 0) for an H100; None: not an NVIDIA GPU."""
-    cudnn: Version | None = None
-    """Installed version of cuDNN; None: not installed."""
 
 
 class DeviceRange(NamedTuple):
@@ -81,45 +34,13 @@ class DeviceRange(NamedTuple):
         """Why this NVIDIA GPU is not supported; None if it is."""
         actual = device.capability or ()
         if actual < self.capability:
-            return f"from compute capability {_dotted(self.capability)} on, {device.name} has {_dotted(actual)}"
+            return f"from compute capability {dotted(self.capability)} on, {device.name} has {dotted(actual)}"
         if actual >= self.below:
-            return f"below compute capability {_dotted(self.below)}, {device.name} has {_dotted(actual)}"
+            return f"below compute capability {dotted(self.below)}, {device.name} has {dotted(actual)}"
         if self.cudnn and (device.cudnn is None or device.cudnn < self.cudnn):
-            installed = "none was found" if device.cudnn is None else f"here is {_dotted(device.cudnn)}"
-            return f"from cuDNN {_dotted(self.cudnn)} on, {installed}"
+            installed = "none was found" if device.cudnn is None else f"here is {dotted(device.cudnn)}"
+            return f"from cuDNN {dotted(self.cudnn)} on, {installed}"
         return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownFault:
-    """A fault of cuDNN that was reported: kernels are refused where it applies."""
-
-    kernels: tuple[Kernel, ...]
-    """The backends that call what is at fault."""
-    effect: str
-    """What goes wrong, to follow the backend's label."""
-    applies: Callable[[KernelRequest], bool]
-    """Whether a request meets the fault; false where the needed sizes are unknown."""
-    capability: tuple[Version, Version] = ((), (100,))
-    """First affected compute capability, and the first one after it that is not."""
-    cudnn: tuple[Version, Version | None]
-    """First affected version of cuDNN and first version with a fix; None: no such version is known."""
-    change: str
-    """What avoids it besides another kernel."""
-    report: str
-    """Where it is described."""
-
-    def refusal(self, request: KernelRequest, device: KernelDevice) -> str | None:
-        """Effect, affected versions, the version found, report and advice; None if the request does not meet it."""
-        (oldest, newer), (first, fixed), version = self.capability, self.cudnn, device.cudnn
-        if version is None or device.capability is None or not oldest <= device.capability < newer:
-            return None
-        if version < first or (fixed is not None and version >= fixed) or not self.applies(request):
-            return None
-        since = f"from {_dotted(first)} on" if first else "of any version"
-        until = "without a known fix" if fixed is None else f"fixed in {_dotted(fixed)}"
-        versions = f"a fault of cuDNN {since}, {until}, here is {_dotted(version)}"
-        return f"{self.effect} on {device.name}: {versions} ({self.report}); {self.change}"
 
 
 class Heads(NamedTuple):
@@ -174,8 +95,8 @@ class Backend(Support):
     dropout: bool = False
     documents_of_two: bool = False
     """Whether it isolates documents if queries and keys come from two sequences."""
-    faults: tuple[KnownFault, ...] = ()
-    """Reported faults, see KNOWN_FAULTS."""
+    faults: tuple[KernelFault, ...] = ()
+    """Reported faults, see KERNEL_FAULTS."""
     positions: Literal["any", "chunks", "whole rows"] = "whole rows"
     """Supported shards of rows. any: queries and keys at any positions; chunks: a chunk of queries with its own
     keys and those before it (kernels/context/gathered.py); whole rows: no shards."""
@@ -261,111 +182,7 @@ class Backend(Support):
         return f"isolates documents {reason}" if reason else None
 
 
-def _dotted(version: Version) -> str:
-    return ".".join(map(str, version))
-
-
-AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
-
-
-def _keys(request: KernelRequest) -> int:
-    """Keys of a whole row; 0: unknown."""
-    return (request.key_length if request.cross else None) or request.length or 0
-
-
-def _half_a_tile_without_mask(request: KernelRequest) -> bool:
-    """Calls without a mask or lengths, with 64 keys more than a multiple of 128."""
-    if request.padded or request.documents:
-        return False
-    sharding = request.sharding
-    if sharding.between() == "ring":
-        # In a ring, causal or not, later parts have no mask.
-        part = _keys(request) // sharding.devices
-        return any(keys % 128 == 64 for keys in (part, part // sharding.chunks))
-    return not request.causal and _keys(request) % 128 == 64
-
-
-def _uneven_heads(request: KernelRequest) -> bool:
-    """Different sizes of keys and values from 128 to 256, other than 192 with 128."""
-    key, value = request.key_dim or 0, request.value_dim or request.key_dim or 0
-    return not request.documents and min(key, value) >= 128 and key != value and (key, value) != (192, 128)
-
-
-_NEGATIVE = "gives NaN gradients of queries where all scores of a query are far below 0 (their log-sum-exp below -88)"
-_LENGTHS = "set rows of a multiple of 128 tokens"
-_UPDATE = "install a newer cuDNN"
-KNOWN_FAULTS: tuple[KnownFault, ...] = (
-    KnownFault(
-        kernels=("cudnn_mask",),
-        effect=f"{_NEGATIVE} and keys are 64 more than a multiple of 128,",
-        applies=lambda request: request.documents and _keys(request) % 128 == 64,
-        capability=(HOPPER, BLACKWELL),
-        # A fix was announced for 9.26 in the second report, whose test fails with 9.30.
-        cudnn=((), None),
-        change=_LENGTHS,
-        report="https://github.com/pytorch/pytorch/issues/196678",
-    ),
-    KnownFault(
-        kernels=("cudnn", "cudnn_mask"),
-        effect=f"{_NEGATIVE} and keys are 64 more than a multiple of 128,",
-        applies=_half_a_tile_without_mask,
-        capability=(HOPPER, BLACKWELL),
-        cudnn=((), None),
-        change=_LENGTHS,
-        report="https://github.com/NVIDIA/cudnn-frontend/pull/628",
-    ),
-    KnownFault(
-        kernels=("cudnn", "cudnn_mask"),
-        effect="may access memory out of bounds in CUDA graphs where keys are no multiple of 128",
-        applies=lambda request: not request.padded and not request.documents and _keys(request) % 128 != 0,
-        cudnn=((), (9, 15, 1)),
-        change=f"{_UPDATE}, or {_LENGTHS}",
-        report="https://github.com/NVIDIA/TransformerEngine/pull/2344",
-    ),
-    KnownFault(
-        kernels=("cudnn_mask",),
-        effect="may access memory out of bounds in CUDA graphs where keys are no multiple of 128",
-        applies=lambda request: request.documents and _keys(request) % 128 != 0,
-        cudnn=((), (9, 15, 1)),
-        change=f"{_UPDATE}, or {_LENGTHS}",
-        report="https://github.com/NVIDIA/TransformerEngine/pull/2344",
-    ),
-    KnownFault(
-        kernels=("cudnn", "cudnn_mask"),
-        effect="gives wrong results with a window and lengths of documents or rows, for more than 1024 keys,",
-        applies=lambda request: (
-            request.window is not None and (request.documents or request.padded) and _keys(request) > 1024
-        ),
-        cudnn=((9, 14), (9, 14, 1)),
-        change=_UPDATE,
-        report="https://github.com/NVIDIA/TransformerEngine/pull/2344",
-    ),
-    KnownFault(
-        kernels=("cudnn", "cudnn_mask"),
-        effect="gives wrong gradients for heads from 128 to 256 with values of another size",
-        applies=_uneven_heads,
-        capability=(HOPPER, BLACKWELL),
-        cudnn=((9, 11), (9, 13)),
-        change=_UPDATE,
-        report="https://github.com/NVIDIA/cudnn-frontend/pull/166",
-    ),
-    KnownFault(
-        kernels=("cudnn", "cudnn_mask"),
-        effect="is not used by Transformer Engine because of known faults",
-        applies=lambda request: True,
-        cudnn=((9, 10), (9, 10, 2)),
-        change=_UPDATE,
-        report="https://github.com/NVIDIA/TransformerEngine, fused_attn.cpp",
-    ),
-)
-"""Reported faults that our calls can meet; docs/attention.md has the others.
-
-A row may go when `PARTS=layers ONLY=faults benchmarks/gpu_check.sh` does not see its fault on the affected GPUs."""
-
-
-def faults_of(kernel: Kernel) -> tuple[KnownFault, ...]:
-    """The reported faults of a backend."""
-    return tuple(fault for fault in KNOWN_FAULTS if kernel in fault.kernels)
+AMPERE = (8, 0)
 
 
 _CUDNN = Backend(
@@ -436,7 +253,7 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
         ),
     }
 )
-"""Fastest first; `fixed`, for the order of its sums, and `blocks`, for CPUs, are chosen by name only.
+"""Fastest first, but for RANKS; `fixed`, for the order of its sums, and `blocks`, for CPUs, are chosen by name only.
 
 Sizes and versions follow cuDNN's release notes and the checks of jax 0.12."""
 FUSED = tuple(name for name in BACKENDS if name not in ("reference", "fixed"))
@@ -481,6 +298,35 @@ def pick[K: str, B: Support](
     raise UserError(f"{setting}={kernel}: {kernels[kernel].label} {refused}. Set {setting}={name} or auto.")
 
 
+class BackendOrder(NamedTuple):
+    """The order in which `auto` tries backends on a range of NVIDIA GPUs."""
+
+    capability: tuple[Version, Version]
+    """First compute capability, and the first one after it that is not meant."""
+    first: tuple[Kernel, ...]
+    """The backends before those of BACKENDS."""
+    why: str
+
+
+_MEASURED = "https://github.com/huggingface/transformers/pull/48163, forward and backward beside FlashAttention 2"
+RANKS = (
+    BackendOrder(((8, 0), (8, 9)), ("pallas",), f"cuDNN is slower on A100 (0.82) and A10G (0.93): {_MEASURED}"),
+    BackendOrder(((12, 0), (13,)), ("pallas",), f"cuDNN is slower on RTX PRO 6000 (0.88): {_MEASURED}"),
+)
+"""Orders other than that of BACKENDS, which has cuDNN first: 1.7 to 2.3 times as fast on Hopper, as fast on Ada (8.9).
+
+FlashAttention 2 is not our Pallas kernel, but the same algorithm: on an RTX 3090, jax's own had 0.83 to 0.96 of its
+speed forward (https://github.com/nshepperd/flash_attn_jax/issues/5). The part kernels_attention of gpu_check times
+both, and decides."""
+
+
+def in_order(device: KernelDevice | None) -> Mapping[Kernel, Backend]:
+    """BACKENDS in the order in which `auto` tries them on a device."""
+    capability = None if device is None else device.capability
+    first = (rank.first for rank in RANKS if capability and rank.capability[0] <= capability < rank.capability[1])
+    return {name: BACKENDS[name] for name in (*next(first, ()), *BACKENDS)}
+
+
 def choose(
     kernel: Kernel, request: KernelRequest, device: KernelDevice | None, setting: str = "kernel"
 ) -> KernelChoice[Kernel]:
@@ -488,4 +334,4 @@ def choose(
 
     Raises UserError if the named backend does not support the request. setting: its name in messages.
     """
-    return pick(kernel, BACKENDS, lambda backend: backend.refusal(request, device), setting)
+    return pick(kernel, in_order(device), lambda backend: backend.refusal(request, device), setting)

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.kernels.attention.capability import (
-    BLACKWELL,
-    HOPPER,
-    DeviceRange,
-    KernelChoice,
-    KernelDevice,
-    Support,
-    pick,
-)
+from megajax.kernels.attention.capability import BLACKWELL, HOPPER, DeviceRange, KernelChoice, Support, pick
+from megajax.kernels.attention.request import KernelDevice
 
 type GroupedKernel = Literal["auto", "reference", "mosaic"]
 type CodesKernel = Literal["codes", "blackwell_block_scaled"]

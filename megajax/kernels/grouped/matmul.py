@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from megajax.config.class_references import resolve
 from megajax.kernels.attention.attention import local_device
-from megajax.kernels.attention.capability import KernelDevice
+from megajax.kernels.attention.request import KernelDevice
 from megajax.kernels.grouped.capability import (
     CODES,
     CodesKernel,

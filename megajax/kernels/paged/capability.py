@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.kernels.attention.capability import AMPERE, DeviceRange, KernelChoice, KernelDevice, Support, pick
+from megajax.kernels.attention.capability import AMPERE, DeviceRange, KernelChoice, Support, pick
+from megajax.kernels.attention.request import KernelDevice
 
 type PagedKernel = Literal["auto", "triton", "tiled", "fixed", "reference"]
 

@@ -7,15 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from megajax.config.bounds import BelowOne, Bounds, Positive, Size
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of, either
-from megajax.kernels.attention.capability import (
-    BACKENDS,
-    Kernel,
-    KernelChoice,
-    KernelDevice,
-    KernelRequest,
-    choose,
-    exchange_sizes,
-)
+from megajax.kernels.attention.capability import BACKENDS, KernelChoice, choose, exchange_sizes
+from megajax.kernels.attention.request import Kernel, KernelDevice, KernelRequest
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import HeadGroups, HeadSharded

@@ -8,8 +8,9 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.kernels.attention.attention import Mask, attend, local_device
-from megajax.kernels.attention.capability import Kernel, KernelRequest, choose
+from megajax.kernels.attention.capability import choose
 from megajax.kernels.attention.dropout import AttentionDropout
+from megajax.kernels.attention.request import Kernel, KernelRequest
 from megajax.kernels.context.gathered import whole_keys
 from megajax.kernels.context.strategy import over_context
 from megajax.layers.attention.config import AttentionConfig

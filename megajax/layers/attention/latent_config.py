@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.bounds import BelowOne, Positive, Size
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import Kernel, KernelRequest
+from megajax.kernels.attention.request import Kernel, KernelRequest
 from megajax.kernels.paged.capability import PagedRequest
 from megajax.layers.attention.config import PER_HEAD, AttentionConfig, MultiHeadConfig, Window
 from megajax.layers.cache_spec import CacheLeaf

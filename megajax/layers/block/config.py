@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from megajax.config.bounds import BelowOne
 from megajax.config.class_references import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import FUSED, KernelRequest
+from megajax.kernels.attention.capability import FUSED
+from megajax.kernels.attention.request import KernelRequest
 from megajax.layers.attention.config import AttentionConfig, CrossAttentionConfig
 from megajax.layers.attention.latent_config import LatentAttentionConfig
 from megajax.layers.checks import missing_members

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 
 from megajax.config.bounds import Positive, Size
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.layers.cache_spec import CacheLeaf, cached_heads
 from megajax.layers.checks import ChannelSharded, HeadGroups, HeadSharded
 from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, Side, Weight, prefixed

@@ -8,7 +8,8 @@ from megajax.config.bounds import BelowOne, Bounds, Count, NotNegative, Positive
 from megajax.config.class_references import resolve
 from megajax.config.errors import Problem
 from megajax.config.hints import divisors_of
-from megajax.kernels.attention.capability import KernelChoice, KernelDevice, KernelRequest
+from megajax.kernels.attention.capability import KernelChoice
+from megajax.kernels.attention.request import KernelDevice, KernelRequest
 from megajax.kernels.grouped.capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.layers.expert_facts import ExpertFacts, Way
 from megajax.layers.facts import Elements, LayerFacts, Matmul, Side, Weight, prefixed

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from megajax.batch import Leaf, Patches, Placeholder
 from megajax.config.bounds import Index, Size
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import KernelRequest
+from megajax.kernels.attention.request import KernelRequest
 from megajax.layers.facts import Elements, Matmul
 from megajax.layers.norm.config import IdentityNormConfig, LayerNormConfig
 from megajax.layers.stack.config import SegmentsConfig, StackConfig, blocks_of, stack_of

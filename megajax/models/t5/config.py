@@ -7,7 +7,7 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.bounds import Size
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import KernelRequest
+from megajax.kernels.attention.request import KernelRequest
 from megajax.layers.facts import LayerBuilder
 from megajax.layers.norm.config import LayerNormConfig, NormConfig
 from megajax.layers.position.config import RelativeBiasConfig

@@ -9,7 +9,7 @@ from megajax.batch import Leaf
 from megajax.config.bounds import LARGEST, BelowOne, Bounds, Count, Positive, Share, Size
 from megajax.config.class_references import Builds, resolve
 from megajax.config.errors import Problem
-from megajax.kernels.attention.capability import KernelRequest
+from megajax.kernels.attention.request import KernelRequest
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, norm_weights
 from megajax.layers.norm.config import LayerNormConfig, NormConfig
 from megajax.layers.recompute import Layers, Part, Recompute
