@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 
+from docs.build import badges, terminal
 from megajax.mesh.config import MESH_AXES
 from megajax.pipeline.schedule import build
 
@@ -84,8 +85,16 @@ def pipeline() -> str:
     return svg(90 + cell * schedule.ticks, y + 28, parts)
 
 
+def recorded_terminal() -> str:
+    """The terminal of the quickstart's recorded run."""
+    return terminal.draw(terminal.stored())
+
+
 DRAWN: MappingProxyType[str, Callable[[], str]] = MappingProxyType(
-    {"architecture": architecture, "mesh": mesh, "pipeline": pipeline}
+    {
+        **{"architecture": architecture, "mesh": mesh, "pipeline": pipeline},
+        **{"terminal": recorded_terminal, "badges": badges.draw},
+    }
 )
 
 

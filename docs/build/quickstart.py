@@ -1,64 +1,74 @@
-"""Put a quickstart run into README.md: its terminal output, shortened, its losses, and the top of its report.
+"""Record the quickstart for README.md: its terminal as a picture, its losses and its time, the top of its report.
 
-    python -m megajax.train --config=quickstart.py | tee terminal.txt
-    python -m docs.build.quickstart runs/quickstart terminal.txt
+    python -m docs.build.quickstart
 
-The picture is drawn in Chromium. README.md says how long the run took; say there on what.
+The report is drawn in Chromium. Run it on two idle cores with an empty compile cache, and say in README.md where.
 """
 
+import codecs
+import fcntl
+import os
+import pty
 import re
+import struct
 import sys
+import termios
+import time
 from pathlib import Path
 
+from docs.build import pictures, terminal
+from megajax.config import load
+
 ROOT = Path(__file__).parents[2]
-README, PICTURE = ROOT / "README.md", ROOT / "docs/pictures/quickstart_report.png"
-BANNER = ("parameters", "shape", "first loss", "devices ", "mesh", "rows per step", "whole run", "precision")
-FIELDS = ("learning rate: ", "lm loss: ", "grad norm: ")
-STEPS = ("1", "10", "100", "600")
-BLOCK = re.compile(r"```\n(MegaJAX\n.*?)\n```\n", re.DOTALL)
-
-
-def excerpt(output: str) -> str:
-    """The lines of a run's output that README.md shows. An excerpt is its own excerpt."""
-    banner, sample = output[output.index("MegaJAX\n") :].partition("report: ")[::2]
-    lines, section = ["MegaJAX"], ""
-    for line in banner.splitlines():
-        if re.match(r"  \w", line):
-            section = line
-        elif line.startswith("    ") and line.strip().startswith((*BANNER, "optimizer", "learning rate")):
-            lines += [section] * bool(section) + [line]
-            section = ""
-        elif found := re.search(r" iteration +(\d+)/.*? \| ", line):
-            fields = [field.strip() for field in line.split(" | ") if field.startswith(FIELDS)]
-            lines += [f"{found[0]}... | {' | '.join(fields)} | ..."] * (found[1] in STEPS)
-        elif re.match(rf"compiled the train step| (validation|test) loss at iteration {STEPS[-1]} ", line):
-            lines.append(line)
-    return "\n".join([*lines, f"report: {sample.partition('\n\ndone\n')[0].strip()}"])
-
-
-def losses(block: str) -> str:
-    """The losses that the report shows in its first lines, as text for those who do not see the picture."""
-    found = [re.search(rf"{split} loss at iteration {STEPS[-1]} \| lm loss value: (\S+) ", block) for split in SPLITS]
-    return ", ".join(f"{split} loss {float(one[1]):.4f}" for split, one in zip(SPLITS, found, strict=True) if one)
-
-
+README, PICTURES = ROOT / "README.md", ROOT / "docs/pictures"
+COMMAND = ("python", "-m", "megajax.train", "--config=quickstart.py")
 SPLITS = ("validation", "test")
 
 
-def main(folder: Path, terminal: Path) -> None:
+def watched(command: tuple[str, ...]) -> list[tuple[float, str]]:
+    """What a command writes to a terminal, with the seconds since its start. Raises RuntimeError if it fails."""
+    child, screen = pty.fork()
+    if child == 0:
+        os.execvp(command[0], command)
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", terminal.ROWS, terminal.COLUMNS, 0, 0))
+    begin, events, decoder = time.monotonic(), [], codecs.getincrementaldecoder("utf-8")("replace")
+    while True:
+        try:
+            output = os.read(screen, 1 << 16)
+        except OSError:  # the end of a terminal's output
+            output = b""
+        if not output:
+            break
+        events.append((round(time.monotonic() - begin, 2), decoder.decode(output)))
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise RuntimeError("".join(text for _, text in events)[-3000:])
+    return events
+
+
+def losses(run: terminal.Recording) -> str:
+    """The losses that the report shows in its first lines, as text for those who do not see the picture."""
+    lines = "\n".join(terminal.plain(line.text) for line in run.lines)
+    found = [re.findall(rf"^{split} .*? loss (\S+)", lines, re.MULTILINE)[-1] for split in SPLITS]
+    return ", ".join(f"{split} loss {float(value):.4f}" for split, value in zip(SPLITS, found, strict=True))
+
+
+def main() -> None:
     sys.path.append(str(ROOT / "tests/server"))
     from browser import Browser
 
-    block = excerpt(terminal.read_text(encoding="utf-8"))
-    text = BLOCK.sub(lambda _: f"```\n{block}\n```\n", README.read_text(encoding="utf-8"))
-    text = re.sub(r"!\[Report of this run: .*?, timeline", f"![Report of this run: {losses(block)}, timeline", text)
-    taken = re.search(r"goodput +\S+ of (.+?) in \d", terminal.read_text(encoding="utf-8"))  # as in the picture
-    text = re.sub(r"\([^(]+ in this run", f"({taken[1]} in this run", text) if taken else text
+    os.environ.update(TERM="xterm-256color", PYTHONPATH=str(ROOT))
+    run = terminal.recording(" ".join(COMMAND), watched(COMMAND))
+    terminal.store(run)
+    (PICTURES / "terminal.svg").write_text(pictures.DRAWN["terminal"](), encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
+    text = re.sub(r"!\[Report of this run: .*?, timeline", f"![Report of this run: {losses(run)}, timeline", text)
+    text = re.sub(r"\(\d+ s in this run", f"({run.lines[-1].seconds:.0f} s in this run", text)
     README.write_text(text, encoding="utf-8")
-    with Browser((folder / "report.html").resolve().as_uri(), window="1000,1010") as browser:
+    report = Path(load("quickstart.py").run_dir, "report.html")
+    with Browser(report.resolve().as_uri(), window="1000,1010") as browser:
         browser.wait("document.readyState == 'complete' && document.querySelectorAll('svg').length > 1")
-        browser.screenshot(PICTURE)
+        browser.screenshot(PICTURES / "quickstart_report.png")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

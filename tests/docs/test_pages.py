@@ -5,10 +5,12 @@ import re
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from docs.build import quickstart
+from docs.build import quickstart, terminal
+from megajax import plan
 from megajax.config import load
 from megajax.config.errors import UserError
 from tests.docs.blocks import PAGES, ROOT, blocks
@@ -59,28 +61,47 @@ def test_no_two_pages_write_to_one_place() -> None:
     assert not collisions, "written by different commands:\n" + "\n".join(collisions)
 
 
-def test_the_readme_has_text_and_picture_of_one_run() -> None:
-    """docs/build/quickstart.py writes both from the output of one run."""
+def test_the_readme_has_pictures_and_losses_of_one_run() -> None:
+    """docs/build/quickstart.py makes all of them from one run, whose config is still the shipped one."""
+    text, run = (ROOT / "README.md").read_text(encoding="utf-8"), terminal.stored()
+    assert run.command == " ".join(quickstart.COMMAND) and run.command in text
+    facts = " ".join(terminal.plain(line.text) for line in run.lines)
+    cfg = load("quickstart.py")
+    assert f"{cfg.steps} steps" in facts and f" {cfg.batch.global_size} = " in facts
+    if run.bars:  # else only the start was recorded
+        assert f"![Report of this run: {quickstart.losses(run)}, timeline" in text
+        assert f"({run.lines[-1].seconds:.0f} s in this run" in text
+
+
+def test_the_lines_of_a_plan_in_the_readme_are_those_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = quickstart.BLOCK.findall(text)
-    assert quickstart.excerpt(block) == block
-    assert re.fullmatch(r"validation loss \d\.\d{4}, test loss \d\.\d{4}", quickstart.losses(block))
-    assert f"![Report of this run: {quickstart.losses(block)}, timeline" in text
+    shown = re.findall(r"```\n(plan for .*?)\n```", text, re.DOTALL)
+    (words,) = re.findall(r"python -m megajax\.plan (.*)", text)
+    assert plan.main(words.split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for block in shown for line in block.splitlines() if line not in printed] == [] and shown
 
 
-def test_an_excerpt_has_the_steps_of_the_readme_and_no_times() -> None:
-    line = (
-        " [2026-11-28 09:01:29] iteration       {}/     900 | consumed samples:          160 | elapsed (ms): 1260.1 | "
-        "learning rate: 3.0E-04 | global batch size:    16 | lm loss: 5.0E+00 | loss scale: 1.0 | grad norm: 3.214 | x"
-    )
-    facts = ("MegaJAX", "  model", "    parameters         1", "    FLOPs   2", "  batch", "    mesh   3")
-    output = ["setting up", *facts, line.format(10), line.format(20), "loss curve: a", "report: b", "sample (c):"]
-    output += ["def", "", "done"]
-    assert quickstart.excerpt("\n".join([*output, "  work"])).splitlines() == [
-        *("MegaJAX", "  model", "    parameters         1", "  batch", "    mesh   3"),
-        " iteration       10/     900 | ... | learning rate: 3.0E-04 | lm loss: 5.0E+00 | grad norm: 3.214 | ...",
-        *("report: b", "sample (c):", "def"),
+def test_a_recording_keeps_what_stands_on_the_terminal_at_the_end() -> None:
+    bar = ("\r\x1b[2K\x1b[38;5;197m━━\x1b[0m 8% 1/12\n\x1b[2mloss \x1b[0m5.0", "\r\x1b[2K\x1b[1A\r\x1b[2K")
+    events = [(0.5, "setting up … 0 s"), (1.0, "\r\x1b[2K╭─ MegaJAX ─╮\r\n╰──╯\r\n"), (2.0, bar[0])]
+    run = terminal.recording("train", [*events, (3.0, f"{bar[1]}step 100/600 \x1b[2mloss \x1b[0m4.0\n{bar[0]}")])
+    assert [terminal.plain(line.text) for line in run.lines][:3] == ["╭─ MegaJAX ─╮", "╰──╯", "step 100/600 loss 4.0"]
+    assert [line.seconds for line in run.lines][:3] == [1.0, 1.0, 3.0]
+    assert [(begin, terminal.plain(figures)) for begin, _, figures in run.bars] == [
+        (2.0, "loss 5.0"),
+        (3.0, "loss 5.0"),
     ]
+    picture = terminal.draw(run)
+    assert ElementTree.fromstring(picture).tag.endswith("svg") and picture.count("@keyframes") >= 2
+
+
+def test_files_that_the_map_of_the_code_names_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    folders = ("megajax", "tests", "configs", "notebooks", "benchmarks")
+    files = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")}
+    named = re.findall(r"`([a-z_]+/[\w/]+\.(?:py|txt|sh))`", text)
+    assert [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)] == [] and named
 
 
 def recorded_events() -> set[str]:
