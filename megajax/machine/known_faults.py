@@ -188,7 +188,7 @@ RUN_FAULTS: tuple[RunFault, ...] = (
         answer="refuse",
         effect="JAX_ENABLE_PGLE while DCGM measures the GPUs: only one of them can have a profiling session",
         applies=lambda run: run.is_set("JAX_ENABLE_PGLE") and not DCGM.isdisjoint(run.programs()),
-        cure="unset JAX_ENABLE_PGLE, or pause DCGM (dcgmi profile --pause); logging.profile needs the pause too",
+        cure="unset JAX_ENABLE_PGLE, or pause DCGM (dcgmi profile --pause); profile.steps needs the pause too",
         report=f"{_MARIN}/pull/8222",
         symptom=r"profiling session|CUPTI_ERROR_(MULTIPLE_SUBSCRIBERS|HARDWARE_BUSY)",
     ),

@@ -132,7 +132,7 @@ KERNEL_FAULTS: tuple[KernelFault, ...] = (
     KernelFault(
         name="b300",
         kernels=("cudnn", "cudnn_mask"),
-        effect="has no kernels",
+        effect="has no kernels in this cuDNN",
         applies=lambda request: True,
         capability=((10, 3), (10, 4)),
         # The version from which jax itself allows it; the reports name none.
