@@ -106,6 +106,7 @@ def test_a_stage_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) ->
     program = (
         "import sys, time; from megajax.machine import device_trial\n"
         "device_trial.devices = lambda: device_trial.ok('one')\n"
+        "device_trial.eager = device_trial.nccl = lambda: None\n"
         "device_trial.matmul = lambda: time.sleep(60)\n"
         "sys.argv = ['devices', '0.5']; device_trial.main()"
     )
