@@ -73,6 +73,17 @@ def test_norms_of_bfloat16_are_computed_in_float32(config):
         np.testing.assert_allclose(np.asarray(actual, np.float32), exact, rtol=2**-8, atol=2**-8)
 
 
+def applied(module, x):
+    """A feed-forward layer, in one program."""
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(lambda x: module(x, ANYWHERE))(x)
+
+
+def turned_by(rope, x, positions):
+    """Rotated as in one program."""
+    return jax.jit(lambda x, positions: rope(x, positions))(x, positions)
+
+
 def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     """(x[i], x[i + H/2]) as complex numbers, turned by position * frequency."""
     half = x.shape[-1] // 2
@@ -85,14 +96,14 @@ def test_rope_turns_complex_numbers():
     x = RNG.normal(size=(2, 5, 3, 8)).astype(np.float32)
     positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
     frequencies = 1000.0 ** (-np.arange(4) / 4)
-    np.testing.assert_allclose(rope(x, positions), rotated(x, positions, frequencies), atol=2e-5)
+    np.testing.assert_allclose(turned_by(rope, x, positions), rotated(x, positions, frequencies), atol=2e-5)
 
 
 def test_rope_of_bfloat16_is_computed_in_float32():
     """At position 5001, bfloat16 would be off by up to 16 radians."""
     rope = RopeConfig().build(8)
     x = jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.bfloat16)
-    actual = rope(x, np.array([[5001]], np.int32))
+    actual = turned_by(rope, x, np.array([[5001]], np.int32))
     exact = rotated(np.asarray(x, np.float64), np.array([[5001]]), 10000.0 ** (-np.arange(4) / 4))
     assert actual.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(actual, np.float32), exact, rtol=2**-7, atol=2**-7)
@@ -126,7 +137,7 @@ def test_a_part_of_a_head_is_rotated_and_the_rest_unchanged():
     rope = RopeConfig(base=1000.0, fraction=0.25).build(16)
     x = RNG.normal(size=(2, 5, 3, 16)).astype(np.float32)
     positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
-    actual = rope(x, positions)
+    actual = turned_by(rope, x, positions)
     np.testing.assert_array_equal(actual[..., 4:], x[..., 4:])
     np.testing.assert_allclose(actual[..., :4], rotated(x[..., :4], positions, np.array([1, 1000**-0.5])), atol=2e-5)
 
@@ -135,16 +146,16 @@ def test_interleaved_rope_rotates_neighbours():
     x = RNG.normal(size=(2, 5, 3, 8)).astype(np.float32)
     positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
     apart = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-    turned = np.asarray(RopeConfig().build(8)(apart, positions))
-    actual = np.asarray(RopeConfig(interleaved=True).build(8)(x, positions))
+    turned = np.asarray(turned_by(RopeConfig().build(8), apart, positions))
+    actual = np.asarray(turned_by(RopeConfig(interleaved=True).build(8), x, positions))
     np.testing.assert_allclose(np.concatenate([actual[..., ::2], actual[..., 1::2]], axis=-1), turned, atol=1e-6)
 
 
 def test_interpolated_positions_are_divided():
     x = RNG.normal(size=(1, 5, 3, 8)).astype(np.float32)
     positions = np.arange(5, dtype=np.int32)[None]
-    actual = RopeConfig(interpolation=4.0).build(8)(x, 4 * positions)
-    np.testing.assert_allclose(actual, RopeConfig().build(8)(x, positions), atol=1e-6)
+    actual = turned_by(RopeConfig(interpolation=4.0).build(8), x, 4 * positions)
+    np.testing.assert_allclose(actual, turned_by(RopeConfig().build(8), x, positions), atol=1e-6)
 
 
 def test_yarn_keeps_high_frequencies_and_stretches_low_ones():
@@ -170,7 +181,7 @@ def test_yarn_scales_the_rotated_part():
         YarnScalingConfig(factor=0.5): 1.0,
     }
     for scaling, expected in longer.items():
-        actual = np.asarray(RopeConfig(scaling=scaling).build(8)(x, positions))
+        actual = np.asarray(turned_by(RopeConfig(scaling=scaling).build(8), x, positions))
         np.testing.assert_allclose(np.linalg.norm(actual), np.linalg.norm(x) * expected, rtol=1e-5)
 
 
@@ -206,8 +217,7 @@ EXACT = {
 def test_dense_mlp(activation):
     module, w = weighted(DenseMLPConfig(ffn=20, activation=activation))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
-    with jax.default_matmul_precision("highest"):
-        actual = module(x, ANYWHERE)
+    actual = applied(module, x)
     inner = EXACT[activation](x.astype(np.float64) @ w["up"] + w["up_bias"])
     np.testing.assert_allclose(actual, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)
 
@@ -216,8 +226,7 @@ def test_dense_mlp(activation):
 def test_gated_mlp(activation, bias):
     module, w = weighted(GatedMLPConfig(ffn=20, activation=activation, bias=bias))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
-    with jax.default_matmul_precision("highest"):
-        actual = module(x, ANYWHERE)
+    actual = applied(module, x)
     gate, up = (x.astype(np.float64) @ w[name] + w.get(f"{name}_bias", 0) for name in ("gate", "up"))
     assert len(w) == (6 if bias else 3)
     exact = EXACT[activation](gate) * up @ w["down"] + w.get("down_bias", 0)
@@ -227,8 +236,7 @@ def test_gated_mlp(activation, bias):
 def test_xielu_has_a_slope_of_each_side():
     module, w = weighted(XieluMLPConfig(ffn=20, bias=True))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
-    with jax.default_matmul_precision("highest"):
-        actual = module(x, ANYWHERE)
+    actual = applied(module, x)
     up = x.astype(np.float64) @ w["up"] + w["up_bias"]
     above, below = (
         np.log1p(np.exp(w["positive"])) * up**2,
@@ -241,8 +249,7 @@ def test_xielu_has_a_slope_of_each_side():
 def test_a_clamped_gated_mlp_clips_the_gate_above_and_the_other_on_both_sides():
     module, w = weighted(GatedMLPConfig(ffn=20, activation="quick_gelu", bias=True, clamp=0.7, offset=1.0))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
-    with jax.default_matmul_precision("highest"):
-        actual = module(x, ANYWHERE)
+    actual = applied(module, x)
     gate, up = (x.astype(np.float64) @ w[name] + w[f"{name}_bias"] for name in ("gate", "up"))
     assert gate.max() > 0.7 and gate.min() < -0.7 and np.abs(up).max() > 0.7
     inner = EXACT["quick_gelu"](np.minimum(gate, 0.7)) * (np.clip(up, -0.7, 0.7) + 1)
