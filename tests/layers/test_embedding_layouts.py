@@ -1,5 +1,6 @@
 """The token embedding and the vocabulary head, with gradients, on every layout against plain indexing."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -74,7 +75,7 @@ def plain(given: Given) -> Found:
 @pytest.fixture(scope="module")
 def expected(given) -> Found:
     with jax.default_matmul_precision("highest"):
-        return jax.jit(lambda: plain(given))()
+        return jax.jit(plain)(given)
 
 
 LAYOUTS = [
@@ -87,7 +88,7 @@ LAYOUTS = [
 def test_equal_to_plain_indexing_on_every_layout(given, expected, parallel):
     layout = Layout(Plan.of(parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
-        actual = jax.jit(lambda: on_layout(layout, given))()
+        actual = jax.jit(partial(on_layout, layout))(given)
     np.testing.assert_array_equal(actual.embedded, expected.embedded)
     np.testing.assert_array_equal(actual.likeliest, expected.likeliest)
     for name in ("loss", "log_p", "dtable", "dhead"):

@@ -77,8 +77,9 @@ def seen(parallel: ParallelConfig, recompute: Recompute, microbatches: int) -> d
     program = observing(parallel, recompute, microbatches)
     with within(program):
         inputs, batch = start(program).inputs, place(program, rows())
-        lowered = jax.jit(lambda: program.grad_fn()(inputs, batch, np.float32(8))).lower()
-        grads: Grads = jax.device_get(lowered.compile(compiler_options=dict(QUICK))())
+        arguments = inputs, batch, np.float32(8)
+        compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
+        grads: Grads = jax.device_get(compiled(*arguments))
     order = np.array(program.partition.order())
     assert set(grads.grads) == set(program.declared) and set(grads.observed) == set(program.observed)
     assert all(np.isfinite(g).all() for g in grads.grads.values())

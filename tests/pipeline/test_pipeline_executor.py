@@ -71,14 +71,14 @@ first, *rest = CASES
 def grads_of(program: Program, *runs: tuple[float, float]) -> list[Grads]:
     """Gradients by (fill, loss scale), of one compiled program."""
     with within(program):
-        params, batch = start(program).params, place(program, rows())
+        inputs = start(program).params, place(program, rows())
 
-        def grads(fill: Any, scale: Any) -> Grads:
-            return program.grad_fn(fill=fill)(params, batch, scale)
+        def grads(fill: Any, scale: Any, *inputs: Any) -> Grads:
+            return program.grad_fn(fill=fill)(*inputs, scale)
 
         numbers = [tuple(map(np.float32, run)) for run in runs]
-        compiled = jax.jit(grads).lower(*numbers[0]).compile(compiler_options=dict(QUICK))
-        return [jax.device_get(compiled(*run)) for run in numbers]
+        compiled = jax.jit(grads).lower(*numbers[0], *inputs).compile(compiler_options=dict(QUICK))
+        return [jax.device_get(compiled(*run, *inputs)) for run in numbers]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,7 @@ def test_loops_say_how_many_layers_a_stage_has_on_average() -> None:
     """Their names say so, which plans of compiled programs read, because the number itself is data."""
     program = build_program(hybrid("--*"), stages(2, layers=(2, 1)), microbatches=2)
     with within(program):
-        inputs, batch = start(program).inputs, place(program, rows())
-        lowered = jax.jit(lambda scale: program.grad_fn()(inputs, batch, scale)).lower(np.float32(1))
+        lowered = jax.jit(program.grad_fn()).lower(program.state_like().inputs, program.batch_like(), np.float32(1))
     names = set(re.findall(r"runs_(\d+)_of_2", lowered.as_text(debug_info=True)))
     assert names == {"1", "2"}
 

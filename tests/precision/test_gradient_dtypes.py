@@ -27,9 +27,9 @@ def with_precision(data_sharding: Any, **precision: Any) -> Program:
 def summed(program: Program) -> Grads:
     """Loss and gradients at the start."""
     with within(program):
-        params, batch = start(program).params, place(program, rows())
-        lowered = jax.jit(lambda: program.grad_fn()(params, batch, np.float32(1))).lower()
-        return jax.device_get(lowered.compile(compiler_options=dict(QUICK))())
+        arguments = start(program).params, place(program, rows()), np.float32(1)
+        lowered = jax.jit(program.grad_fn()).lower(*arguments)
+        return jax.device_get(lowered.compile(compiler_options=dict(QUICK))(*arguments))
 
 
 def gradients(data_sharding: Any, **precision: Any) -> tuple[Params, Program]:
