@@ -76,7 +76,7 @@ class Family:
     rounding: float = 0.05
     """Largest norm of what bfloat16 adds to a gradient, over the norm of the gradient."""
     later: float = TOLERANCE
-    """Largest relative error of losses and norms after the first step."""
+    """Largest relative error of losses after the first step."""
 
 
 def without_counted(seed: int) -> Batch:

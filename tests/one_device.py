@@ -318,7 +318,9 @@ class Difference:
     norm: float
     """The same of the norm of the first step's gradients."""
     later: float
-    """The same of losses and norms of all steps, and of an evaluation after them."""
+    """The same of the losses of all steps, and of an evaluation after them."""
+    norms: float
+    """The same of the norms of all steps."""
     gradient: float
     """Largest error of a gradient of the first step over the largest gradient of its weight."""
     weight: str
@@ -334,6 +336,7 @@ class Difference:
             "loss": family.loss,
             "norm": TOLERANCE,
             "later": family.later,
+            "norms": max(family.later, TOLERANCE),
             "gradient": family.tolerance,
             "observed": TOLERANCE,
             "padding": 0.0,
@@ -353,7 +356,7 @@ def difference(actual: Run, expected: Run, family: Family) -> Difference:
             errors[path] = np.abs(actual.gradients[path] - g).max() / max(np.abs(g).max(), family.floor * top)
     worst = max(errors, key=lambda path: (np.isnan(errors[path]), errors[path]))
     assert actual.means.keys() == expected.means.keys() and actual.tokens == expected.tokens
-    later = [apart(getattr(actual, name), getattr(expected, name)) for name in ("losses", "norms", "evaluation")]
+    later = [apart(getattr(actual, name), getattr(expected, name)) for name in ("losses", "evaluation")]
     counts = [
         np.abs(actual.observed[path] - c).max() / max(np.abs(c).max(), 1) for path, c in expected.observed.items()
     ]
@@ -361,6 +364,7 @@ def difference(actual: Run, expected: Run, family: Family) -> Difference:
         loss=float(np.max([apart(actual.means[name], mean) for name, mean in expected.means.items()])),
         norm=apart(actual.norms[0], expected.norms[0]),
         later=float(np.max(later)),
+        norms=apart(actual.norms, expected.norms),
         gradient=float(errors[worst]),
         weight=worst,
         observed=float(np.max(counts, initial=0.0)),
