@@ -158,7 +158,6 @@ class Case:
             "recompute": self.recompute if self.recompute in ("selective", "full") else None,
             # GPT has a tied head, learned positions, biases and dropout.
             "gpt": model.tied and model.learned_positions and model.has_dropout(),
-            "blocks by turns": len(model.stack.pattern) > 1,
             "means": self.average == "microbatches",
             "open": "open" in self.words,
         }
@@ -206,40 +205,32 @@ llava data=2 tensor=2 sequence micro=3
 """Cases of the default suite."""
 
 SLOW = listed("""
-gpt repeats=3 micro=12 pipeline=2 wait=0 layers=1,2 data=2 tensor=2 sequence shards=1 full means open steps=3
-gpt repeats=3 micro=1 pipeline=2 data=2 context=2 ring fsdp shards=1 means open steps=3
-gpt repeats=3 micro=3 pipeline=2 gpipe layers=1,2 data=2 tensor=2 replicate means open
-gpt repeats=9 micro=12 pipeline=4 interleaved virtual=2 context=2 replicate full means
-rope repeats=3 micro=3 pipeline=2 gpipe context=2 ring tensor=2 sequence fsdp full means
-rope repeats=6 micro=4 pipeline=2 interleaved virtual=2 layers=1,2,1,2 data=2 fsdp shards=1 open
-gpt repeats=5 micro=6 pipeline=4 wait=0 data=2 shards=1
-rope repeats=5 micro=1 pipeline=4 wait=0 data=2 replicate steps=3
-llama repeats=6 micro=1 pipeline=4 wait=0 layers=1,2,1,2 context=2 ring fsdp full
-gpt repeats=5 pipeline=2 gpipe virtual=2 data=4 shards=2 means
-gpt repeats=4 pipeline=4 wait=0 tensor=2 sequence none means open
-rope repeats=3 micro=1 pipeline=2 gpipe layers=1,2 data=2 shards=1 none means open
-llama micro=6 context=2 tensor=2 sequence replicate none means
-untied repeats=2 pipeline=2 data=2 fsdp shards=1 open
-tied repeats=4 pipeline=2 tensor=4
-gpt repeats=12 micro=6 pipeline=8 layers=1,2,1,2,1,2,1,2 means
-llama repeats=8 micro=6 pipeline=2 data=4 shards=2 interleaved virtual=3 wait=0 full
-gpt micro=1 data=4 tensor=2 steps=3 evaluated
+gpt repeats=5 micro=4 pipeline=2 interleaved virtual=2 wait=0 data=2 tensor=2 sequence fsdp shards=1 full means
+gpt repeats=6 micro=3 pipeline=4 wait=0 layers=1,2,1,2 data=2 fsdp shards=1 means open
+gpt repeats=3 micro=3 pipeline=2 gpipe data=2 context=2 ring replicate open
+llama repeats=3 micro=6 pipeline=2 wait=0 layers=1,2 context=2 ring tensor=2 sequence replicate full open
+gpt repeats=3 micro=1 pipeline=2 gpipe layers=1,2 data=2 context=2 exchanged shards=1 full means
+gpt repeats=5 micro=6 pipeline=4 wait=0 data=2 shards=1 none open steps=3
+llama repeats=12 micro=4 pipeline=4 interleaved virtual=2 wait=0 layers=1,2,1,2,1,2,1,2 context=2 replicate full means
+gpt repeats=6 micro=6 pipeline=4 gpipe layers=1,2,1,2 tensor=2 sequence full open
+llama repeats=2 micro=3 pipeline=2 gpipe data=2 context=2 exchanged fsdp means steps=3
+gpt repeats=3 micro=1 pipeline=2 gpipe data=2 tensor=2 sequence replicate open steps=3
+llama repeats=6 micro=6 pipeline=2 gpipe virtual=2 layers=1,2,1,2 context=2 tensor=2 sequence replicate none
+rope pipeline=2 data=2
+untied pipeline=2 data=2 tensor=2 fsdp shards=1
+tied pipeline=2 tensor=4
+gpt micro=1 data=4 tensor=2 shards=2 steps=3 evaluated
 llama data=2 tensor=2 sequence fsdp steps=3 evaluated
 llama repeats=4 parts
 llama repeats=4 micro=4 parts pipeline=2 tensor=2
-llama repeats=4 pairs-offloaded
 llama repeats=4 micro=4 pairs-offloaded pipeline=2 tensor=2
 llama repeats=4 micro=4 unrolled pipeline=2 tensor=2
-llama repeats=8 micro=4 pipeline=2 tensor=2 sequence data=2 interleaved virtual=2 wait=0 bfloat16
+llama repeats=4 micro=4 pairs context=4 ring
+llama repeats=4 micro=4 pipeline=2 tensor=2 sequence data=2 bfloat16
 float32-residual repeats=4 micro=4 pipeline=2 tensor=2 bfloat16
 windows context=4 grouped bfloat16
-llama repeats=4 micro=4 pairs context=4 ring
-llama repeats=4 micro=4 pipeline=2 interleaved virtual=2 context=2 exchanged
-llama data=2 context=2 means steps=3 evaluated
-gpt data=2 context=4 ring
-windows repeats=2 micro=4 pipeline=2 tensor=2 sequence context=2
-windows data=2 context=4 grouped fsdp full
-windows tensor=2 sequence context=4 exchanged rounds=2
+windows repeats=2 micro=4 pipeline=2 context=4 grouped full
+windows data=2 tensor=2 sequence context=2 exchanged rounds=2 fsdp
 latent micro=4 pipeline=2 data=2 context=2 ring rounds=2 gpipe fsdp
 smooth data=2 context=2 ring steps=3 evaluated
 smooth data=2 context=2 means
@@ -249,11 +240,10 @@ copied-heads data=2 tensor=4 sequence fsdp steps=3 evaluated
 copied-heads pipeline=2 tensor=4
 experts gather chunks=2 data=2 expert=4 replicate micro=3
 experts ragged data=4 expert=2 fsdp full micro=3
-experts capacity data=2 expert=2 tensor=2 sequence micro=3
-experts ragged repeats=4 pipeline=2 interleaved virtual=2 expert=2 tensor=2 sequence whole
+experts capacity expert=2 context=2 tensor=2 sequence micro=3
+experts ragged pipeline=2 expert=2 tensor=2 sequence whole
 experts gather data=2 expert=2 tensor=2 none steps=3 evaluated micro=3
-experts ragged data=2 expert=2 context=2 micro=3
-experts capacity pipeline=2 expert=2 context=2 rounds=2
+experts ragged data=2 expert=2 context=2 rounds=2 micro=3
 experts-in-turn gather context=2 means micro=3
 hybrid-M-*M micro=4 pipeline=2 tensor=2 data=2 sequence none
 hybrid-M-*M micro=4 pipeline=2 interleaved virtual=2 tensor=2
@@ -284,7 +274,6 @@ answers-gspo data=2 tensor=2 fsdp sequence
 answers-replay ragged pipeline=2 virtual=2 data=2 expert=2
 answers-replay ragged context=2 ring expert=2 tensor=2 sequence fsdp
 distilled data=2 context=2 ring tensor=2 sequence fsdp
-bert repeats=4 micro=6 pipeline=2 data=2 interleaved virtual=2
 bert data=2 context=4 grouped means micro=3
 bert-dropout micro=3 pipeline=2 context=2 tensor=2 sequence fsdp
 bert-post-norm micro=3 data=2 tensor=2 context=2 ring
@@ -301,7 +290,7 @@ clip micro=3 data=2 tensor=2 sequence full
 siglip micro=3 pipeline=2 data=2 tensor=2 sequence
 segmenter micro=3 pipeline=2 data=2 tensor=2 sequence
 vit-dropout micro=3 data=4 tensor=2 fsdp
-vit-mean repeats=4 pipeline=2 data=2 interleaved virtual=2
+vit-mean micro=3 data=2 tensor=2 sequence
 llava-gated micro=3 data=2 tensor=2 sequence
 llava-dropout micro=3 data=2 tensor=2 fsdp full
 qwen-vl micro=3 data=2 tensor=2 sequence

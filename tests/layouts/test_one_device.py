@@ -16,7 +16,7 @@ from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, differentiate, gpt, llama, 
 
 from megajax.mesh.config import ParallelConfig
 
-DENSE = ("llama", "gpt", "rope")
+DENSE = ("llama", "gpt")
 """Families whose cases have any two settings of a layout together."""
 
 
@@ -47,7 +47,6 @@ IMPOSSIBLE = {
         (("schedule", "interleaved"), ("microbatches", "fewer than stages")),
         (("schedule", "interleaved"), ("microbatches", "uneven")),
         (("schedule", "gpipe"), ("no wait", True)),
-        (("gpt", True), ("blocks by turns", True)),
         # Groups of devices have copies of what is sharded.
         (("sharding", "replicate"), ("groups", True)),
     )
