@@ -31,6 +31,7 @@ from gangs import start_processes
 from jax.experimental.compilation_cache import compilation_cache
 from left_behind import LeftBehind
 from shards import COUNT, ShardReport, is_sharded, shard, shard_of
+from user_errors import MessagesPlugin
 
 from megajax.planning.compiled.devices import missing_packages
 
@@ -55,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
     for plugin in (ShardReport(), LeftBehind()):
         config.pluginmanager.register(plugin)
+    if config.getoption("update_golden"):
+        config.pluginmanager.register(MessagesPlugin())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

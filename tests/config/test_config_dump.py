@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from config_samples import (
     AdamWConfig,
     AttentionConfig,
@@ -16,6 +15,7 @@ from config_samples import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from megajax.config import ConfigError
 from megajax.config.compose import override
@@ -92,5 +92,5 @@ def test_diff_from_defaults():
 
 
 def test_a_value_without_a_text_form_is_named():
-    with pytest.raises(ConfigError, match=r"data\.limit: a function cannot be written"):
+    with user_error("data.limit", kind=ConfigError):
         flatten(RunConfig(model=ModelConfig(hidden_size=1), data=DataConfig(limit=test_flatten_and_diff)))

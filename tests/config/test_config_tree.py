@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 from config_samples import AdamWConfig, GuardConfig, MambaConfig, ModelConfig, MuonConfig, RunConfig
+from user_errors import user_error
 
 from megajax.config import ConfigError
 from megajax.config.compose import check, override
@@ -100,7 +101,7 @@ def test_cross_checks_of_root_and_parts():
     assert actual["model.pattern.0.attention.heads"].message == "must be at least 1, got 0"
     assert "model" not in actual  # the division by it is no crash, and has its reason listed already
     check(RUN, 8)
-    with pytest.raises(ConfigError, match="does not divide 7"):
+    with user_error("parallel.tensor", kind=ConfigError):
         check(override(RUN, "parallel.tensor=2"), 7)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from user_errors import user_error
 
 from megajax.config import ConfigError
 from megajax.config.compose import override
@@ -181,7 +182,7 @@ def test_nearest_names():
 
 
 def test_a_tuple_instead_of_text_gets_the_text_as_hint():
-    with pytest.raises(ConfigError, match='write "90,5,5"'):
+    with user_error("text", kind=ConfigError):
         override(Values(text=(90, 5, 5)))
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from user_errors import user_error
 
 import megajax as mj
 from megajax.config import load
 from megajax.config.class_references import demand_packages
-from megajax.config.errors import UserError
 from megajax.config.optional_packages import EXTRAS, REQUIRED, remedy
 
 REPOSITORY = Path(__file__).parents[2]
@@ -76,16 +76,10 @@ def test_packages_of_settings_are_demanded_together(monkeypatch: pytest.MonkeyPa
     tasks = (mj.HarnessConfig(tasks=("arc_easy",)),)
     images: Any = load("vit.py:debug", "data.type=ClassFoldersConfig", "data.path=pictures")
     monkeypatch.setattr("megajax.config.class_references.find_spec", lambda name: None if name != "wandb" else object())
-    with pytest.raises(
-        UserError, match=r"logging\.tensorboard needs the package tensorboardX: not installed"
-    ) as refused:
+    with user_error("logging.tensorboard") as refused:
         demand_packages(cfg)
     assert "uv sync --extra log --inexact, or pip install 'megajax[log]'" in str(refused.value)
-    with pytest.raises(
-        UserError,
-        match=r"1 needs the package PIL, 2\.0 needs the package lm_eval, 3 needs the package jinja2"
-        r".*\[log,images,eval,tokenizers\]",
-    ):
+    with user_error():
         demand_packages((cfg, images.data, tasks, mj.ChatConfig(paths=("chats.jsonl",))))
     demand_packages(load("gpt2.py:debug", *settings[1:]))
 

@@ -49,7 +49,6 @@ LEFT_OUT = {
     "s3://": "needs an object store; tests/checkpoint/test_store_commands.py gives the commands to servers",
     "gpu_check.sh": "takes half an hour; tests/benchmarks/test_gpu_check.py runs its parts",
     "--config=bench.py": "needs a GPU",
-    "megajax.launch -- ": "needs a GPU; tests/launcher starts a process for each of a folder of device files",
     "--config=llama3.py --precision.matmul=": "needs GPUs; tests/job trains in each recipe",
     "--config=own.py\n": "takes hours on a CPU; the page tries own.py:debug",
     "FILE.xplane": "needs a profile; tests/metrics reads one",
