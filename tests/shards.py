@@ -1,4 +1,4 @@
-"""Slow tests in ten shards: .ci/run adds one of them to the default tests, so that ten runs in a row have run all."""
+"""Slow tests in ten shards, so that ten runs of minutes take the place of one of hours: .ci/slow --shard=3."""
 
 import zlib
 from collections import Counter, defaultdict

@@ -1,13 +1,10 @@
-"""Ten shards hold every slow test once, .ci/run names one of them, and a run says what each took."""
+"""Ten shards hold every slow test once, and a run says what each took."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from shards import COUNT, ShardReport, is_sharded, shard, shard_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_shards_are_about_equal() -> None:
@@ -21,10 +18,8 @@ def test_tests_of_no_default_run_are_sharded() -> None:
     assert is_sharded({"slow": 1, "test_it": 1}) and is_sharded({"aot": 1}) and not is_sharded({"smoke": 1})
 
 
-def test_the_number_kept_is_one_of_a_shard_and_the_script_reads_it() -> None:
-    number, script = (ROOT / ".ci/shard").read_text(encoding="utf-8"), (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert 1 <= shard(number.strip()) <= COUNT and '--shard="$(cat .ci/shard)"' in script
-    assert f"shard $(cat .ci/shard) of {COUNT}" in script
+def test_a_shard_is_a_number_of_one_to_ten() -> None:
+    assert shard("1") == 1 and shard(str(COUNT)) == COUNT
     for text in ("0", str(COUNT + 1), "first", ""):
         with pytest.raises(pytest.UsageError, match=re.escape(repr(text))):
             shard(text)
