@@ -167,8 +167,8 @@ def test_a_ring_skips_devices_whose_keys_no_window_reaches() -> None:
     assert sources(SequenceSharding(4, 0, "ring"), 8, mask._replace(window=1, causal=False)) == [0, 1, 2, 3]
 
 
-def test_only_the_reference_has_dropout_in_strategies() -> None:
-    assert [name for name in PASSES if over_context(SequenceSharding(2, 1, "ring"), name).dropout] == ["reference"]
+def test_the_reference_and_blocks_have_dropout_in_strategies() -> None:
+    assert {k for k in PASSES if over_context(SequenceSharding(2, 1, "ring"), k).dropout} == {"reference", "blocks"}
 
 
 def mesh_of(pipeline: int, context: int) -> jax.sharding.Mesh:

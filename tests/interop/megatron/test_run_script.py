@@ -114,13 +114,14 @@ def test_each_script_gives_its_words(row: list[str]) -> None:
         ("[[ -z ${SLURM_JOB_ID-} ]] && { sbatch $0; exit; }\nrun $SLURM_JOB_ID", ["run 1"]),
         ("command -v none > /dev/null && type none && hash none || exit; run", ["run"]),
         ("set -ex; for ((i = 0; i < 500; i++)); do x=$i; done; (exec -a x run)", ["run"]),
-        ("run $TMPDIR/a $USER $LOGNAME", [f"run {tempfile.gettempdir()}/a you you"]),
+        ("run $TMPDIR/a $USER $LOGNAME", ["run TEMPORARY/a you you"]),
     ],
 )
 def test_commands_of_a_script(text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "you")
     monkeypatch.setenv("LOGNAME", "you")
-    assert sorted(texts(text)) == sorted(command.replace("WORKING", str(Path.cwd())) for command in expected)
+    here, files = str(Path.cwd()), tempfile.gettempdir()
+    assert sorted(texts(text)) == sorted(x.replace("WORKING", here).replace("TEMPORARY", files) for x in expected)
 
 
 @pytest.mark.parametrize("inside", [True, False])
