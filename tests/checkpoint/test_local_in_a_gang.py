@@ -1,53 +1,15 @@
 """Local checkpoints of two processes: one loses its disk, or is killed, and the run continues with the same losses."""
 
 import os
-import shutil
 from pathlib import Path
 
 import gangs
 import pytest
-from local_sets import pack_of
 from run_folder import events, exact_losses, saved
-
-SETTINGS = ("--parallel.data_sharding=zero1", "--logging.every=1", "--model.dropout=0.1")
 
 
 def local_steps(run: Path) -> list[int]:
     return [event["step"] for event in events(run, "save_committed") if event.get("kind") == "local"]
-
-
-@pytest.mark.slow
-def test_a_run_continues_from_replicas_after_a_disk_is_lost(tmp_path):
-    run, node = tmp_path / "run", tmp_path / "node"
-    settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, *SETTINGS)
-    local = ("--checkpoint.local.every=2", f"--checkpoint.local.folder={node}", "--checkpoint.local.replicas=1")
-    with gangs.started(tmp_path) as start:
-        control = start(*settings, f"--run_dir={tmp_path / 'control'}", "--resilience.exit_after_steps=80", name="one")
-        assert control.wait() == 0, control.text
-
-        killed = start(*settings, *local, f"--run_dir={run}", name="two")
-        killed.until(lambda: len(local_steps(run)) >= 4)
-        for pid in killed.children():
-            os.kill(pid, 9)
-        assert killed.wait() != 0
-        newest = max(local_steps(run))
-        (folder,) = node.iterdir()
-        # Each process has the shards of both, one of which it wrote itself; process 1 starts on another machine.
-        assert all(
-            (folder / f"process_{process}" / f"{newest:08d}" / pack_of(1 - process)).stat().st_size
-            for process in (0, 1)
-        )
-        shutil.rmtree(folder / "process_1")
-
-        restarted = start(*settings, *local, f"--run_dir={run}", "--resilience.exit_after_steps=10", name="three")
-        assert restarted.wait() == 0, restarted.text
-        first_step = events(run, "start")[-1]["step"]
-        assert first_step >= newest and f"starting from step {first_step} in local checkpoints" in restarted.text
-        after, expected = exact_losses(run), exact_losses(tmp_path / "control")
-        assert max(after) == first_step + 10 <= 80
-        assert after == {step: expected[step] for step in after}
-        # The run was stopped and saved in the shared folder, so nothing is left on the machine.
-        assert saved(run) == [first_step + 10] and not folder.exists()
 
 
 def kill_process_1(gang: gangs.Started) -> str:

@@ -177,19 +177,7 @@ def test_damage_at_the_sender_is_found_by_the_receiver(server, a_set):
         remote.arrays.read("w", BOX)
 
 
-def test_a_closed_server_accepts_no_connections(server):
-    server.close()
-    with pytest.raises(ConnectionError):
-        RemoteSet(server.address, SECRET, "a-1/0")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda document: document.pop("parts"),
-        lambda document: document.update(other=1),
-    ],
-)
+@pytest.mark.parametrize("change", [lambda document: document.pop("parts"), lambda document: document.update(other=1)])
 def test_metadata_of_another_form_is_damage(a_set, change):
     document = json.loads((a_set.path / META).read_bytes())
     change(document)

@@ -173,15 +173,6 @@ def test_differences_are_one_error_with_a_table(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_part_of_the_state_is_read_on_request(tmp_path):
-    state = {"params": {"w": jnp.arange(6.0)}, "optimizer": {"mean": jnp.ones(6)}}
-    reader = saved(tmp_path, state)
-    with pytest.raises(UserError, match=r"optimizer\.mean +extra"):
-        reader.restore(7, {"params": jax.eval_shape(lambda: state["params"])})
-    weight = reader.use_arrays(7, lambda stored: stored.read("params.w", (slice(2, 6),)))
-    np.testing.assert_array_equal(weight, np.arange(2.0, 6.0))
-
-
 def test_the_error_for_a_missing_step_lists_the_existing_ones(tmp_path):
     reader = saved(tmp_path, {"x": jnp.ones(1)}, step=40)
     with pytest.raises(UserError, match=r"no checkpoint of step 41 .*\nCommitted steps: 40"):

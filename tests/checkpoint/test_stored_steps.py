@@ -1,8 +1,6 @@
 """Checkpoints in object stores, on real servers: saved, resumed, retired, damaged, inspected and refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -10,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from object_stores import environment, faulty, serving
+from object_stores import faulty, serving
 
 from megajax.checkpoint import inspection, object_store_steps
 from megajax.checkpoint.background_saves import CheckpointError
@@ -167,21 +165,6 @@ def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_pa
             proxy.inject("503", 0)
             saving.save(3, STATE)
         assert stored_names(f"{bucket}/faults") == ["00000001", "00000003"]
-
-
-@pytest.mark.slow
-def test_slow_and_cut_connections_are_asked_again(bucket: str, tmp_path: Path) -> None:
-    """It runs in a process of its own, because limits of connections are read once in each."""
-    url = f"{bucket}/slow"
-    with manager(tmp_path, url) as saving:
-        saving.save(1, STATE)
-    with faulty(bucket, 3) as proxy:
-        for fault in ("slow", "cut"):
-            proxy.inject(fault, 2)
-            command = [sys.executable, "-m", "megajax.tools.inspect", url, "--verify"]
-            limits = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
-            done = subprocess.run(command, env=environment(limits), capture_output=True, text=True, check=False)
-            assert done.returncode == proxy.count == 0, done
 
 
 def test_shards_are_written_once_and_restored_on_another_mesh(bucket: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from token_files import tokenizer, write, write_random
 from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.rows import blend as blend_module
-from megajax.data.rows.blend import BlendedDataset, exhaustive_index, normalize_weights, rows_by_weight, weighted_index
+from megajax.data.rows.blend import BlendedDataset, exhaustive_index, normalize_weights, weighted_index
 from megajax.data.rows.splits import EvaluationSchedule, Rows, parse_paths, parse_split, requested_rows, split_bounds
 from megajax.data.text.config import BlendConfig
 from megajax.models.decoder.config import text_schema
@@ -60,12 +60,6 @@ def test_rows_come_from_the_datasets_that_are_due(
     whole = by_definition([n / total for n in lengths], total, lengths)
     for index, expected in ((weighted, by_definition(shares, 300)), (exhaustive, whole)):
         assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
-
-
-def test_sizes_round_up_twice() -> None:
-    weights = normalize_weights([0.3, 0.7])
-    assert rows_by_weight(500, weights) == [150, 350] and rows_by_weight(500, weights, 0.005) == [151, 352]
-    assert sum(rows_by_weight(2000, normalize_weights([1, 1, 1]))) == 2001
 
 
 def test_paths() -> None:
@@ -153,12 +147,6 @@ def test_a_single_weighted_path_is_a_blend_in_paths_only(tmp_path: Path, pair: l
     assert build(tmp_path, Rows(10, 0, 5), train_paths=(pair[0],)).test is None
     with pytest.raises(UserError, match=r"data\.train_paths is empty"):
         build(tmp_path, Rows(10, 5), valid_paths=(pair[0],))
-
-
-def test_a_zero_share_is_no_split_and_an_empty_one_is_an_error(tmp_path: Path, pair: list[str]) -> None:
-    assert build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0").test is None
-    with pytest.raises(UserError, match="split test"):
-        build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0.001")
 
 
 def test_blends_without_weights(tmp_path: Path, pair: list[str]) -> None:

@@ -13,7 +13,7 @@ from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig
 from megajax.data.rows.balancing import CAUSAL, document_lengths
-from megajax.data.rows.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
+from megajax.data.rows.packing import DOCUMENTS, Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.rows.splits import Rows
 from megajax.kernels.attention import cudnn
 from megajax.models.decoder.config import text_schema
@@ -85,45 +85,7 @@ def test_lines_without_loss_are_skipped(tmp_path: Path) -> None:
         splits(write(tmp_path / "e", [nothing]), on_error="skip")
 
 
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_a_truncated_line_is_kept_if_an_answer_lies_before_the_cut(tmp_path: Path, multiple: int) -> None:
-    draw, counts = np.random.default_rng(3), Counter[bool]()
-    for number in range(30):
-        messages, place, expected = [], 0, False
-        for _ in range(int(draw.integers(1, 4))):
-            question, weight = "q" * int(draw.integers(1, 30)), int(draw.integers(0, 2))
-            messages += chat(question, "a", "S")["messages"]
-            messages[-1]["weight"] = weight
-            header = len(f"system: S\nuser: {question}\nassistant: ")
-            expected |= weight > 0 and place + header < 64
-            place += -(-(header + len("a\n|")) // multiple) * multiple
-        path = write(tmp_path / f"{number}", [{"messages": messages}, chat("a", "b")])
-        options = {"cut_long": True, "packing": "lines", "pad_multiple": multiple, "on_error": "skip"}
-        rows = splits(path, 64, **options).train
-        assert len(rows) == 1 + expected
-        assert all(rows[row]["loss_mask"].any() for row in range(len(rows)))
-        counts[expected] += 1
-    assert min(counts[False], counts[True]) > 3
-
-
 DEEP = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
-
-
-def test_with_data_loss_all_everything_but_padding_is_learned(tmp_path: Path) -> None:
-    path = write(tmp_path / "c", [chat("a", "b")])
-    size = len("user: a\nassistant: b\n|")
-    row = splits(path, 30, loss="all").train[0]
-    assert row["loss_mask"].tolist() == [1] * (size - 1) + [0] * (31 - size)
-    masked = splits(path, 30, loss="all", mask_pad=True).train[0]
-    assert masked["loss_mask"].sum() == size - 2, "the end is the token of padding here"
-
-
-def test_conversations_are_padded_to_a_multiple(tmp_path: Path) -> None:
-    row = splits(write(tmp_path / "c", [chat("a", "b"), chat("c", "d")]), 64, pad_multiple=16).train[0]
-    assert np.flatnonzero(np.diff(row["segment_ids"])).tolist() == [31]
-    assert row["positions"].tolist() == [*range(32), *range(32)]
-    size = len("user: a\nassistant: b\n|")
-    assert row["padding"].tolist() == [place % 32 >= size for place in range(64)]
 
 
 def random_chats(count: int) -> list[dict[str, Any]]:
@@ -331,21 +293,6 @@ def test_documents_of_a_row_are_known(tmp_path: Path, packing: str, multiple: in
             starts = np.flatnonzero(np.diff(row["positions"]) < 1) + 1
             assert set(starts) <= set(np.flatnonzero(np.diff(row["segment_ids"])) + 1), "conversations are documents"
             assert apart or len(starts) == row["segment_ids"].max()
-
-
-def test_padding_costs_little_attention(tmp_path: Path) -> None:
-    """Padding is divided into documents of one block of queries, without loss; the rest of the row does not change."""
-    path = write(tmp_path / "c", [chat("a" * 50, "b" * 50)])
-    apart, joined = (splits(path, 4096, isolate_padding=isolate).train for isolate in (True, False))
-    for name, values in joined[0].items():
-        if name != "segment_ids":
-            np.testing.assert_array_equal(apart[0][name], values)
-    text = int(apart.document_lengths(0)[0])
-    real = apart[0]["segment_ids"] == 0
-    assert real.sum() == text < 200 and not apart[0]["loss_mask"][~real].any()
-    assert (apart.document_lengths(0)[1:] <= PADDING_PART).all()
-    work = [CAUSAL.pairs(rows.document_lengths(0)).sum() for rows in (joined, apart)]
-    assert work[0] == 4096 * 4097 / 2 > 25 * work[1]
 
 
 def test_padding_leaves_rows_to_cudnn() -> None:

@@ -77,15 +77,6 @@ def test_a_sample_of_a_large_file_is_cheap(large: Path, monkeypatch: pytest.Monk
     assert len(reads) == 3 * BLOCKS and {size for _, size in reads} == {BLOCK}
 
 
-def test_size_and_place_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"12")
-    (tmp_path / "b").write_bytes(b"123")
-    first, second = sums(tmp_path / "a", tmp_path / "b")
-    assert second.difference(first) == f"in place of {tmp_path / 'a'}, bytes: 2 -> 3"
-    (tmp_path / "b").write_bytes(b"12")
-    assert sums(tmp_path / "b")[0].difference(first) is None  # The same content at another path.
-
-
 def test_files_among_many_have_small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = group_files(["a"] * 10), group_files(["a"] * 800)
     assert (small[0].blocks, large[0].blocks) == (BLOCKS, 5)

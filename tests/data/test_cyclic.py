@@ -44,17 +44,6 @@ def test_shards_read_what_megatrons_ranks_read(
     assert actual.tolist() == expected
 
 
-@pytest.mark.parametrize("buckets", [True, False])
-def test_a_pass_reads_every_row_once(buckets: bool) -> None:
-    rows = cyclic(50, rows=120, shards=2, micro=3, buckets=buckets)
-    first, second = ([rows[number] for number in range(start, start + 48)] for start in (0, 48))
-    assert len(set(first)) == len(set(second)) == 48 and first != second
-    assert rows.passes == 3 and len(rows) == 120
-    if buckets:
-        shard = np.array(first).reshape(-1, 2, 3)[:, 0]
-        assert sorted(shard.reshape(-1)) == list(range(24))
-
-
 def test_attributes_of_the_source_are_reported() -> None:
     class Source:
         passes, skipped = 2, MappingProxyType({"corrupt": 3})

@@ -56,12 +56,6 @@ def test_a_file_truncated_while_it_is_read_is_named(source: Any, tmp_path: Path,
     assert e.value.code == 2
 
 
-def test_an_index_truncated_while_it_is_read_is_named(source: Any, tmp_path: Path) -> None:
-    os.truncate(index_path(tmp_path / "text"), 40)
-    with pytest.raises(ChangedFile, match=r"row 3 of the data: .*text.idx: \d+ bytes .*, 40 now: number"):
-        read(source)
-
-
 def test_truncated_documents_and_files_are_named(tmp_path: Path) -> None:
     side = IndexedTokens(write(tmp_path / "side", DOCUMENTS))
     os.truncate(tokens_path(side.prefix), 100)

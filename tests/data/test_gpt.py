@@ -56,13 +56,6 @@ def test_each_of_the_reset_and_mask_settings_has_its_own_effect(flags: tuple[boo
     assert row["loss_mask"].tolist() == ([1, 1, 0, 1, 0, 0, 1] if flags[2] else [1] * 7)
 
 
-def test_isolation_and_positions_restart_at_both_borders(tmp_path: Path) -> None:
-    options = {"isolate_documents": True, "reset_positions": True}
-    row = one_row(tmp_path, [[5, EOD, 5], [5, EOD, 5], [5, EOD, 5]], 8, **options)
-    assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert row["positions"].tolist() == [0, 1, 0, 0, 1, 0, 0, 1]
-
-
 def test_isolation_follows_stored_borders(tmp_path: Path) -> None:
     """Documents without end tokens are isolated; an end token inside a document is not a border."""
     repeated = [[5, EOD, 5], [5, EOD, 5], [5, EOD, 5]]

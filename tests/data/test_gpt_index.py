@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
 from megajax.data.text import gpt_index as index_module
-from megajax.data.text.gpt_index import Epochs, IndexRequest, build_index, plan_epochs
+from megajax.data.text.gpt_index import IndexRequest, build_index
 from megajax.storage.index_cache import load_or_build
 
 
@@ -84,17 +84,6 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path, monke
 
 def request(rows: int | None, **changes: int) -> IndexRequest:
     return IndexRequest(first=0, last=10, rows=rows, sequence_length=10, seed=1, **changes)
-
-
-def test_epochs() -> None:
-    """100 tokens an epoch, rows of 10: 9 fit into one, 19 into two; below int(0.8 · 9) = 7 the last is separate."""
-    assert plan_epochs(100, request(None)) == Epochs(1, 0, False)
-    assert plan_epochs(100, request(9)) == Epochs(1, 0, False)
-    assert plan_epochs(100, request(10)) == Epochs(2, 9, True)
-    assert plan_epochs(100, request(15)) == Epochs(2, 9, True)
-    assert plan_epochs(100, request(16)) == Epochs(2, 9, False)
-    assert plan_epochs(100, request(10, extra=0)) == Epochs(1, 0, False)
-    assert plan_epochs(100, request(20)).count == 3
 
 
 def test_errors_name_split_and_numbers(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
-from megajax.data.images.transforms import Crop, change_colours, crop_classes, crop_image, inner_box, random_crop
+from megajax.data.images.transforms import Crop, change_colours, crop_image, inner_box, random_crop
 from megajax.data.rows.shuffled_items import UnreadableItem
 
 WHOLE = (10**6, 10**6)
@@ -103,15 +103,6 @@ def test_damaged_and_giant_files(data: bytes, reason: str) -> None:
     assert error.value.reason == reason
 
 
-def test_every_cut_of_a_file_is_an_error_or_an_image() -> None:
-    file = io.BytesIO()
-    gradient(40, 30).save(file, "JPEG", exif=Image.Exif())
-    data = file.getvalue()
-    for length in range(1, len(data) - 2, 7):
-        with pytest.raises(UnreadableItem):
-            StoredPicture(data[:length], 10**6).rgb(WHOLE)
-
-
 def test_files_are_bounded_before_they_are_read(tmp_path: Path) -> None:
     with (tmp_path / "sparse.jpg").open("wb") as file:
         file.truncate(1 << 40)
@@ -169,15 +160,6 @@ def test_random_crops_have_the_requested_area_and_ratio() -> None:
     assert abs(np.mean([crop.flip for crop in crops]) - 0.25) < 0.03
     slim = random_crop((1000, 10), AugmentConfig(area=(1.0, 1.0)), generator)
     assert slim.box == pytest.approx((1000 / 2 - 20 / 3, 0, 1000 / 2 + 20 / 3, 10))
-
-
-def test_classes_of_the_nearest_pixel() -> None:
-    classes = np.arange(12, dtype=np.int32).reshape(3, 4)
-    assert (crop_classes(classes, Crop((0, 0, 4, 3)), (4, 3)) == classes).all()
-    assert (
-        crop_classes(classes, Crop((0, 0, 4, 3), flip=True), (8, 6)) == classes[:, ::-1].repeat(2, 0).repeat(2, 1)
-    ).all()
-    assert (crop_classes(classes, Crop((1, 1, 3, 3)), (2, 2)) == classes[1:3, 1:3]).all()
 
 
 def test_colours() -> None:

@@ -123,16 +123,6 @@ def test_an_unreadable_image_stops_with_its_name_and_row(tmp_path: Path) -> None
     assert "3000 x 2000 = 6,000,000 pixels, data.maximum_pixels is 1,000,000" in messages["giant.png"]
 
 
-def test_skipped_rows_are_replaced_the_same_way_and_counted(tmp_path: Path) -> None:
-    rows = classes(broken(tmp_path), split="1", maximum_pixels=1_000_000, on_error="skip").train
-    first = [rows[number]["images"] for number in range(len(rows))]
-    reasons = {"corrupt image": 1, "not an image": 1, "empty file": 1, "too large": 1}
-    assert rows.skipped == reasons
-    repeated = [rows[number]["images"] for number in range(len(rows))]
-    assert all((a == b).all() for a, b in zip(first, repeated, strict=True))
-    assert rows.skipped == {reason: 2 * count for reason, count in reasons.items()}
-
-
 def test_threads_read_the_same_rows(tmp_path: Path) -> None:
     """They do over many passes, whose orders are made while others are read."""
     options = {"split": "1", "on_error": "skip", "maximum_pixels": 1_000_000, "augment": AugmentConfig(colour=0.3)}
@@ -140,7 +130,9 @@ def test_threads_read_the_same_rows(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         concurrent = list(pool.map(shared.__getitem__, range(130)))
     assert all((sequential[row]["images"] == concurrent[row]["images"]).all() for row in range(130))
-    assert shared.skipped == sequential.skipped and shared.skipped["too large"] == 10
+    reasons = {"corrupt image", "not an image", "empty file", "too large"}
+    assert shared.skipped == sequential.skipped and shared.skipped.keys() == reasons
+    assert shared.skipped["too large"] == 10
 
 
 def test_no_item_can_be_read(tmp_path: Path) -> None:

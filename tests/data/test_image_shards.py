@@ -190,17 +190,6 @@ def test_samples_without_image_or_class(tmp_path: Path) -> None:
         build(tmp_path, paths=(str(tmp_path / "a.tar"),), on_error="skip")
 
 
-def test_corrupt_images_name_tar_file_and_member(tmp_path: Path) -> None:
-    files = [("dir/bad.jpg", picture(80, "JPEG")[:300]), ("dir/bad.cls", b"0"), *samples(0, 2)]
-    path = write(tmp_path / "a.tar", files)
-    rows = build(tmp_path, paths=(str(path),), split="1", on_error="skip").train
-    assert [rows[row]["images"].shape for row in range(3)] == [(16, 16, 3)] * 3
-    assert rows.skipped == {"corrupt image": 1}
-    rows = build(tmp_path, paths=(str(path),), split="1").train
-    with pytest.raises(UserError, match=r"a\.tar: dir/bad\.jpg, row \d: .*\(corrupt image\)"):
-        [rows[row] for row in range(3)]
-
-
 def test_tar_files_that_cannot_be_read(tmp_path: Path) -> None:
     data = write(tmp_path / "whole.tar", samples(0, 3)).read_bytes()
     with tarfile.open(tmp_path / "packed.tar", "w:gz") as archive:

@@ -43,7 +43,7 @@ def write_documents(prefix: Path, documents: list[list[list[int]]], dtype: np.dt
             )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(first=DOCUMENTS, second=DOCUMENTS, dtype=st.sampled_from(DTYPES), modes=st.booleans())
 def test_files_are_read_as_written_and_merging_equals_writing_at_once(
     first: list[list[list[int]]], second: list[list[list[int]]], dtype: np.dtype, modes: bool

@@ -48,14 +48,17 @@ def test_a_worker_that_exits_is_named() -> None:
     assert str(WorkerDied(None)) == "A worker process died; nothing was written." and WorkerDied(None).code == 1
 
 
-def test_partial_files_are_deleted_unless_their_process_runs(tmp_path: Path, capfd) -> None:
+def test_workers_die_with_their_parent_and_partial_files_are_deleted_later(tmp_path: Path, capfd) -> None:
+    """Those of processes that run stay."""
     source = lines(tmp_path / "a.jsonl", [{"text": "some words"}] * 100_000)
-    call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), "--tokenizer=byte", "--workers=1"]
+    call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), "--tokenizer=byte", "--workers=2"]
     output = tmp_path / "out"
     output.mkdir()
-    with subprocess.Popen([*call, f"--output-prefix={output / 'corpus'}"], cwd=ROOT) as process:
+    with subprocess.Popen([*call, f"--output-prefix={output / 'corpus'}"], cwd=ROOT, start_new_session=True) as process:
         assert wait_until(lambda: list(output.glob(".corpus.partial-*/*.tmp")), 60)
         process.kill()
+        process.wait(100)
+        assert wait_until(lambda: subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).returncode)
     (left,) = output.iterdir()
     for name in (".corpus.partial-living", ".corpus.partial-unknown", ".corpus2.partial-other"):
         (output / name).mkdir()

@@ -249,15 +249,6 @@ def test_rows_are_balanced_over_data_groups(sizes: tuple[int, ...], across: bool
         assert ended.imbalance() is None and load(sharding).imbalance() is None
 
 
-def test_balanced_rows_of_growing_steps() -> None:
-    sizes, source = {0: 8, 8: 16, 24: 24}, Documents()
-    balancing = Balancing(RowWork(), across=True)
-    with load(layout((1, 4, 1, 1, 2)), source=source, balancing=balancing, size_at=sizes.__getitem__) as loader:
-        for first, size in sizes.items():
-            expected = first + balance_rows(source.work(first, size), 4, size // 8, across=True)
-            np.testing.assert_array_equal(np.ravel(next(loader)[0]["sample"]), expected)
-
-
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4, 1), (1, 2, 1, 4, 1), (1, 1, 1, 4, 2)], ids=str)
 @pytest.mark.parametrize("rounds", [0, 1])

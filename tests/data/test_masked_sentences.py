@@ -213,14 +213,6 @@ def test_rows_depend_on_number_and_seed_only_and_the_index_is_cached(tmp_path):
     assert not np.array_equal(first[9]["tokens"], reseeded[9]["tokens"])
 
 
-def test_blend(tmp_path):
-    prefixes = [write(tmp_path / name, corpus(np.random.default_rng(seed))) for seed, name in enumerate("ab")]
-    config = MaskedSentencesConfig(paths=("0.25", prefixes[0], "0.75", prefixes[1]), cache_dir=str(tmp_path))
-    splits = config.build(tokenizer=tokenizer(), schema=text_schema(48, VOCABULARY), rows=Rows(80), seed=1)
-    ids = [int(splits.train[row]["dataset_id"]) for row in range(80)]
-    assert ids.count(0) == 20
-
-
 def test_bad_data(tmp_path):
     prefix = write(tmp_path / "text", [[], [[20] * 3], [[20] * 600, [20]]])
     with pytest.raises(

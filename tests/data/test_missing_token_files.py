@@ -40,13 +40,6 @@ def test_the_suggested_command_writes_the_missing_files(tmp_path, monkeypatch):
     assert job.prefix == "data/corpus" and job.append_eod and job.tokenizer == GPT2
 
 
-def test_files_of_sentences_are_written_by_another_option(tmp_path):
-    tokenizer = WordPieceTokenizerConfig(vocabulary=f"{tmp_path}/vocab.txt")
-    text = refusal(MaskedSentencesConfig(paths=(f"{tmp_path}/a_text_sentence",)), tokenizer)
-    command = f"--output-prefix {tmp_path}/a --tokenizer=wordpiece --vocab-file={tmp_path}/vocab.txt --split-sentences"
-    assert command in text and f"tokenizer: no such file: {tmp_path}/vocab.txt" in text
-
-
 @pytest.mark.parametrize(
     ("name", "content", "data", "flags", "prefix", "stream"),
     [

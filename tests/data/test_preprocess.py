@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from waiting import wait_until
 
 from megajax.config.errors import UserError
 from megajax.data import progress_line
@@ -76,21 +74,6 @@ def test_sentences_by_a_rule_of_your_own(tmp_path):
     assert read(tmp_path / "x") == [[[97], [98]]]
 
 
-def test_in_one_process_from_any_iterable(tmp_path):
-    tokenizer = ByteTokenizerConfig().build()
-    counts = preprocess_text(iter(["ab", "", b"\xff"]), tmp_path / "x", tokenizer, append_eod=True)
-    assert read(tmp_path / "x") == [[[97, 98, EOD]], [], [[255, EOD]]]
-    assert counts == DocumentCounts(text=3, documents=3, empty=1, tokens=5)
-
-
-@pytest.mark.parametrize(("vocabulary", "size"), [(65499, 2), (65500, 4)])
-def test_dtype_follows_the_vocabulary(tmp_path, vocabulary, size):
-    source = lines(tmp_path / "a.jsonl", [{"text": f"0 5 {vocabulary - 1}"}])
-    result = preprocess(job(tmp_path, source, tokenizer=NullTokenizerConfig(vocabulary_size=vocabulary)))
-    assert read(result.prefixes[0]) == [[[0, 5, vocabulary - 1, vocabulary - 1]]]
-    assert Path(f"{result.prefixes[0]}.bin").stat().st_size == 4 * size
-
-
 def test_several_keys(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"title": "t", "text": "ab", "n": 3}, {"title": "", "text": "猫"}])
     result = preprocess(job(tmp_path, source, keys=("text", "title")))
@@ -136,13 +119,6 @@ def mixed(tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def one_worker(mixed, tmp_path_factory) -> tuple[bytes, bytes]:
     return content(preprocess(job(tmp_path_factory.mktemp("one"), *mixed, chunk_bytes=1 << 20)).prefixes[0])
-
-
-def test_mixed_inputs_are_read_in_order(mixed, tmp_path, one_worker):
-    records = [json.loads(line)["text"] or None for line in mixed[0].read_text().splitlines()]
-    text = mixed[2].read_text()
-    actual = texts(preprocess(job(tmp_path, *mixed)).prefixes[0])
-    assert actual == [*records, *records, text, text + "more", None]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -422,23 +398,16 @@ def test_mistakes_exit_with_2_and_one_message(tmp_path):
     result = subprocess.run([*PREPROCESS, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == "\n--input gone.txt: no such file, folder or match. Check the path.\n\n"
-    assert subprocess.run([*PREPROCESS, "--tokenizer=byte"], cwd=ROOT, capture_output=True).returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [("preprocess", {"jax", "numpy", "tiktoken", "tokenizers"}), ("data.preprocessing.preprocessing", {"jax"})],
-    ids=["the command", "workers"],
-)
-def test_nothing_heavy_is_imported(module, heavy):
-    code = f"import sys, megajax.{module}; print({heavy} & {{*sys.modules}})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout == "set()\n"
+def test_workers_do_not_import_jax():
+    code = "import sys, megajax.data.preprocessing.preprocessing; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def busy(tmp_path, *options):
     """The arguments of a job that takes long."""
-    (tmp_path / "a.jsonl").write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
+    (tmp_path / "a.jsonl").write_text('{"text": "some words to keep it busy"}\n' * 300_000)
     (tmp_path / "out").mkdir()
     arguments = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out" / "x")]
     return [*arguments, "--tokenizer=byte", *options]
@@ -469,7 +438,7 @@ def interrupted(self):
     entered = enter(self)
     if threading.get_ident() == main_thread:
         calls.append(self)
-        if len(calls) == AT:
+        if len(calls) == 25:
             os.kill(os.getpid(), signal.SIGINT)
     return entered
 
@@ -479,25 +448,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("at", [3, 25])
-def test_an_interrupt_inside_a_lock_of_the_pool_ends_the_job(tmp_path, at):
+def test_an_interrupt_inside_a_lock_of_the_pool_ends_the_job(tmp_path):
     program = tmp_path / "interrupted.py"
-    program.write_text(f"AT = {at}\n{INTERRUPTED_IN_A_LOCK}")
+    program.write_text(INTERRUPTED_IN_A_LOCK)
     call = [sys.executable, program, *busy(tmp_path, "--workers=2")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stderr) == (130, "interrupted; nothing was written\n")
     assert only_output(tmp_path) == []
-
-
-def test_workers_die_with_their_parent(tmp_path):
-    call = [*PREPROCESS, *busy(tmp_path, "--workers=2", "--log-interval=0")]
-    with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert "documents" in process.stderr.readline()
-        process.kill()
-        process.wait(100)
-        assert wait_until(lambda: subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).returncode)
-    assert not list((tmp_path / "out").glob("x*"))
 
 
 def test_open_text_names_a_missing_file(tmp_path):

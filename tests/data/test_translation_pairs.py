@@ -9,9 +9,6 @@ from megajax.batch import Leaf
 from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSpansConfig, PairsConfig
-from megajax.data.preprocessing.options import parse
-from megajax.data.preprocessing.preprocessing import preprocess
-from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.data.translation_pairs import shuffled_passes
@@ -99,18 +96,3 @@ def test_files_that_are_not_pairs(prefix, tmp_path):
         [data[row] for row in range(20)]
     with pytest.raises(UserError, match=r"pairs of texts need .* has no bos token"):
         build(prefix, special_tokenizer=tokenizer(specials={"eos": 5}))
-
-
-def test_from_two_files_of_text_to_rows_of_a_batch(tmp_path):
-    (tmp_path / "de.txt").write_text("eins\nzwei\ndrei\n")
-    (tmp_path / "en.txt").write_text("one\ntwo\nthree\n")
-    arguments = ["--input", f"{tmp_path}/de.txt", "--target", f"{tmp_path}/en.txt", "--tokenizer=byte", "--workers=1"]
-    result = preprocess(parse([*arguments, "--output-prefix", f"{tmp_path}/x"])[0])
-    assert f"to train on it: --data.type=PairsConfig --data.paths={tmp_path}/x" in result.summary()
-    config = PairsConfig(paths=(f"{tmp_path}/x",), split="1", cache_dir=str(tmp_path))
-    reads = {name: Leaf(dtype, (8,), ("seq",)) for name, dtype in config.leaves().items()}
-    special = tokenizer(vocabulary_size=260, specials={"bos": 257, "eos": 258}, pad=259)
-    data = config.build(tokenizer=special, schema=reads, rows=Rows(3), seed=1).train
-    rows = read_rows(data, reads, 0, np.arange(3))
-    texts = {bytes(row[row < 256].astype(np.uint8)) for row in rows["encoder_tokens"]}
-    assert texts == {b"eins", b"zwei", b"drei"} and rows["tokens"][:, 0].tolist() == [257] * 3

@@ -77,39 +77,14 @@ def corpus(tmp_path: Path) -> Path:
     return prefix
 
 
-def harm_truncated_bin(prefix: Path) -> None:
-    path = prefix.with_suffix(".bin")
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def harm_truncated_idx(prefix: Path) -> None:
-    path = prefix.with_suffix(".idx")
-    path.write_bytes(path.read_bytes()[:-8])
-
-
-def harm_magic(prefix: Path) -> None:
-    path = prefix.with_suffix(".idx")
-    path.write_bytes(b"NOTANIDX\0" + path.read_bytes()[9:])
-
-
-def harm_offset(prefix: Path) -> None:
-    path = prefix.with_suffix(".idx")
-    content = bytearray(path.read_bytes())
-    content[34 + 4 * 200 + 8 * 5] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def harm_missing(prefix: Path) -> None:
-    prefix.with_suffix(".bin").unlink()
-
-
 BROKEN = {
-    "truncated bin": (harm_truncated_bin, ["corpus.bin", "40000", "39990"]),
-    "truncated idx": (harm_truncated_idx, ["corpus.idx"]),
-    "magic": (harm_magic, ["corpus.idx", "NOTANIDX"]),
-    "offset": (harm_offset, ["corpus.idx", "1000", "1001"]),
-    "missing": (harm_missing, ["corpus.bin"]),
+    "truncated bin": (".bin", lambda content: content[:-10], ["corpus.bin", "40000", "39990"]),
+    "truncated idx": (".idx", lambda content: content[:-8], ["corpus.idx"]),
+    "magic": (".idx", lambda content: b"NOTANIDX\0" + content[9:], ["corpus.idx", "NOTANIDX"]),
+    # The lowest byte of the offset of sequence 5, after the header and the lengths.
+    "offset": (".idx", lambda content: content[:874] + b"\xe9" + content[875:], ["corpus.idx", "1000", "1001"]),
 }
+"""Suffix of the file, how it is changed, and the words of the message."""
 
 DATA = ["--data.type=BlendConfig", "--data.split=90,5,5", "--tokenizer.vocabulary_size=512"]
 
@@ -117,8 +92,9 @@ DATA = ["--data.type=BlendConfig", "--data.split=90,5,5", "--tokenizer.vocabular
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_damaged_token_file_is_named(case: str, corpus: Path) -> None:
     from_command_line = parse([*BASE, *DATA, f"--data.paths={corpus}"], verb="train").config
-    harm, expected = BROKEN[case]
-    harm(corpus)
+    suffix, change, expected = BROKEN[case]
+    path = corpus.with_suffix(suffix)
+    path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError) as raised:
         from_command_line.data.build(
             tokenizer=from_command_line.tokenizer.build(), schema=text_schema(64, 2**31), rows=(10, 2, 2), seed=1
@@ -140,7 +116,7 @@ def test_evaluating_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 def test_exit_code_and_nothing_written(corpus: Path, tmp_path: Path) -> None:
-    harm_truncated_bin(corpus)
+    corpus.with_suffix(".bin").unlink()
     done = run(tmp_path, *DATA, f"--data.paths={corpus}", f"--data.cache_dir={tmp_path}")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "corpus.bin" in done.stderr

@@ -77,19 +77,6 @@ def test_a_frozen_process_is_named(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named_by_the_one_that_lost_it(start, tmp_path):
-    """It prints one line, without a traceback of the runtime."""
-    run_dir = tmp_path / "run"
-    processes = by_hand(start, run_dir, "--resilience.inject=kill:step=7:process=1")
-    assert processes[0].wait() == 1, processes[0].text
-    assert processes[1].wait() == -signal.SIGKILL
-    assert "lost the connection to process 1: process 1 no longer runs" in processes[0].text
-    assert "Traceback" not in processes[0].text
-    (lost,) = events(run_dir, "lost")
-    assert lost["process"] == 1
-
-
-@pytest.mark.slow
 def test_a_crash_is_reported_by_the_others(start, tmp_path):
     """The traceback is that of process 1, and process 0 names it as the cause."""
     run_dir, beats = tmp_path / "run", tmp_path / "beats"

@@ -45,6 +45,7 @@ def gang(tmp_path):
         yield run
 
 
+@pytest.mark.slow
 def test_every_optional_feature_at_once(gang, tmp_path):
     run = gang()
     assert run.wait() == 0, run.text
@@ -54,22 +55,6 @@ def test_every_optional_feature_at_once(gang, tmp_path):
     assert {event["split"] for event in events(tmp_path / "run", "evaluate")} >= {"validation", "choices", "test"}
     commits = events(tmp_path / "run", "save_committed")
     assert {event["step"] for event in commits if event.get("kind") == "local"} == {2, 6}
-
-
-@pytest.mark.slow
-def test_a_full_disk_that_one_process_learns_of_later(gang, tmp_path):
-    run = gang("--checkpoint.every=none", "--checkpoint.at_end=false", difference="full disk")
-    assert run.wait() == 0, run.text
-    assert "no more local checkpoints in this attempt" in run.text
-    assert list(gangs.losses(tmp_path / "run")) == [*range(1, 9)]
-
-
-@pytest.mark.slow
-def test_a_signal_that_one_process_gets_when_the_other_finishes(gang, tmp_path):
-    settings = ("--resilience.save_on_signal=false", "--resilience.exit_after_steps=5")
-    run = gang(*settings, "--resilience.exit_code_on_signal=75", difference="signal")
-    assert run.wait() == 75, run.text
-    assert "nothing saved" in run.text and saved(tmp_path / "run") == [4]
 
 
 @pytest.mark.slow

@@ -70,17 +70,6 @@ def stuck_gang(start, folder: Path, *injected: str) -> tuple[Path, gangs.Started
 
 
 @pytest.mark.slow
-def test_rows_that_never_arrive_at_any_process(start, tmp_path):
-    """No process has begun step 7: all stop before it, even if only one of them got the signal."""
-    run_dir, gang = stuck_gang(start, tmp_path, "--resilience.inject=stuck:step=7")
-    gang.until(lambda: waits_for_rows(tmp_path / "beats/attempt_1", 0, 1))
-    os.kill(gang.children()[1], signal.SIGTERM)
-    assert gang.wait() == 0, gang.text
-    (stopped,) = events(run_dir, "stopped")
-    assert stopped["step"] == stopped["saved"] == 6
-
-
-@pytest.mark.slow
 def test_rows_that_never_arrive_at_one_process_of_several(start, tmp_path):
     """The others are in the step: no state is left to save, and after a while the run reports it and ends."""
     injected = ("--resilience.inject=stuck:step=7:process=1", "--resilience.stop_grace=8")

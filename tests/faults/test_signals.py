@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from megajax.faults.config import ResilienceConfig
 from megajax.faults.signals import Signals, StopRequest, agree
 
 POLLING = """
@@ -195,10 +194,6 @@ def test_two_processes_stop_at_the_same_step_after_one_signal(start):
     stops = [next(line.split() for line in out.splitlines() if line.startswith("stopped at")) for out, _ in outs]
     assert stops[0][:3] == stops[1][:3] != []
     assert [word[3] for word in stops] == ["None", "SIGTERM"]
-
-
-def test_defaults_save_and_stop():
-    assert ResilienceConfig() == ResilienceConfig(save_on_signal=True, stop_on_nonfinite=True)
 
 
 DEAF = """

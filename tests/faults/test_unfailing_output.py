@@ -80,14 +80,13 @@ def test_output_with_a_reader_is_complete(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("live", "reader"), [("never", "| head -3"), ("always", "> /dev/full"), ("always", ">&- <&-")])
-def test_training_continues_without_a_reader(tmp_path, live, reader):
+def test_training_continues_without_a_reader(tmp_path):
     """It goes on to its last step, leaves all its files, and ends with code 0."""
-    settings = f"--config={gangs.CONFIG} --devices=cpu:1 --run_dir=run --logging.live={live}"
+    settings = f"--config={gangs.CONFIG} --devices=cpu:1 --run_dir=run --logging.live=always"
     command = f"{sys.executable} -m megajax.train {settings}"
     environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY)}
     ended = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command} {reader}"], cwd=tmp_path, env=environment, capture_output=True,
+        ["bash", "-c", f"{command} > /dev/full"], cwd=tmp_path, env=environment, capture_output=True,
         text=True, check=False, timeout=400, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

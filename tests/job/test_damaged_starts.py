@@ -10,7 +10,6 @@ from small_jobs import losses, run_config
 
 from megajax.checkpoint import manifest, verified_reads
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config.errors import UserError
 from megajax.job.job import train
 
 
@@ -75,16 +74,3 @@ def test_another_run_starts_from_the_step_before(
     output = capfd.readouterr()
     assert "checkpoint step 6" in output.err and "damaged and was skipped" in output.err
     assert "step 3" in output.out and not (run / "checkpoints/00000006.damaged").exists()
-
-
-def test_a_requested_step_is_not_replaced(run: Path, tmp_path: Path) -> None:
-    damage(run, 6)
-    with pytest.raises(UserError, match=r"checkpoint step 6 .* is damaged: .*: sha256"):
-        train(run_config(tmp_path / "new", checkpoint=CheckpointConfig(load=run, step=6)))
-
-
-def test_no_intact_step_is_an_error(run: Path) -> None:
-    for step in (3, 6):
-        damage(run, step)
-    with pytest.raises(UserError, match=r"none of the checkpoints in .* is intact \(00000003.damaged"):
-        train(run_config(run))

@@ -1,10 +1,8 @@
 """Attempts that end early on their own, and evaluation on several sets and on all rows."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from run_folder import events, exact_losses, lines
+from run_folder import lines
 from small_jobs import VOCABULARY, run_config
 
 from megajax.command_line.parser import parse
@@ -12,28 +10,11 @@ from megajax.config.compose import check
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
-from megajax.faults.config import ResilienceConfig
 from megajax.job.hooks import Evaluate, PaddedRows
 from megajax.job.job import train
 from megajax.job.notebook import prepare, set_up
 from megajax.metrics.config import LoggingConfig
 from megajax.training.config import EvaluationConfig
-
-
-def stopped(folder: Path) -> dict:
-    return events(folder, "stopped")[-1]
-
-
-def test_attempts_of_a_given_number_of_steps_complete_the_run(tmp_path, capsys):
-    cfg = run_config(tmp_path, resilience=ResilienceConfig(exit_after_steps=4, save_on_signal=False))
-    assert train(cfg) == 0
-    assert list(exact_losses(tmp_path)) == [1, 2, 3, 4]
-    assert stopped(tmp_path)["reason"] == "resilience.exit_after_steps=4"
-    assert stopped(tmp_path)["saved"] == 4
-    assert "stopped after step 4 of 6 (resilience.exit_after_steps=4); step 4 saved" in capsys.readouterr().out
-    assert train(cfg) == 0
-    assert list(exact_losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    assert [line["split"] for line in lines(tmp_path) if "split" in line] == ["validation", "test"]
 
 
 def test_a_failing_sample_does_not_fail_the_run(tmp_path, capsys):

@@ -11,9 +11,8 @@ from small_jobs import run_config
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
-from megajax.data import checksum
 from megajax.data.checksum import group_files
-from megajax.job.start.equal_inputs import BLOCK, BLOCKS, demand_equal_files, input_groups
+from megajax.job.start.equal_inputs import demand_equal_files, input_groups
 from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
 
 PROCESSES = 4
@@ -72,16 +71,6 @@ def test_a_file_that_one_process_lacks(folders):
     (folders[2] / "text.idx").unlink()
     errors = outcomes(folders)
     assert len(set(errors)) == 1 and errors[0].startswith("process 2: ") and "text.idx" in errors[0]
-
-
-def test_a_process_reads_little(folders, monkeypatch):
-    """It is little for any file size and number of processes."""
-    (folders[0] / "large").write_bytes(b"x" * (1 << 24))
-    reads: list[int] = []
-    pread = checksum.os.pread
-    monkeypatch.setattr(checksum.os, "pread", lambda *given: reads.append(given[1]) or pread(*given))
-    assert outcomes([folders[0]] * PROCESSES, ("large",)) == [""] * PROCESSES
-    assert reads == [BLOCK] * BLOCKS * PROCESSES
 
 
 def test_files_of_the_tokenizer_and_of_initial_weights(tmp_path):

@@ -45,24 +45,13 @@ def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp
     assert taken[-1]["loss"] < taken[0]["loss"]
 
 
-@pytest.mark.parametrize(
-    ("scale", "title", "text"),
-    [
-        pytest.param(
-            2.0**32,
-            "done, and nothing was learned",
-            "12 of 12; the loss scale still falls, now 2,097,152",
-            marks=pytest.mark.slow,
-        ),
-        (2.0**24, "done\n", " of 12; the loss scale fell to "),
-    ],
-)
-def test_the_last_box_counts_skipped_updates(tmp_path, capfd, scale, title, text):
-    assert train(job(tmp_path, DynamicScaleConfig(initial=scale), steps=12)) == 0
+def test_the_last_box_counts_skipped_updates(tmp_path, capfd):
+    assert train(job(tmp_path, DynamicScaleConfig(initial=2.0**32), steps=6)) == 0
     out = capfd.readouterr().out
     box = out[out.index("\ndone") :]
-    assert f"starts at {scale:,.0f}; updates are skipped until" in out
-    assert f"\n{title}" in box and text in box
+    assert f"starts at {2**32:,}; updates are skipped until" in out
+    assert "\ndone, and nothing was learned" in box
+    assert "6 of 6; the loss scale still falls, now 134,217,728" in box
 
 
 @pytest.mark.slow

@@ -110,13 +110,6 @@ def test_a_failing_report_does_not_fail_the_run(halted, copied, capsys):
     assert not (halted / "report.html").exists() and not (copied / "report.html").exists()
 
 
-def test_a_stopped_run_has_saved_and_not_evaluated(halted):
-    assert list(steps(halted)) == [1, 2, 3, 4]
-    assert saved(halted) == [3, 4]
-    assert events(halted, "stopped")
-    assert losses(halted) == {}
-
-
 @pytest.mark.parametrize(
     ("changes", "listed"),
     [

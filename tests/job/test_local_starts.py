@@ -21,7 +21,6 @@ from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.metrics.event_log import EventLog
 from megajax.planning.resolve import resolve
 from megajax.storage import disk
-from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 
 ONE = dict.fromkeys(MESH_AXES, 1)
@@ -106,14 +105,6 @@ def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capf
     assert "trying the shared folder's checkpoints" in stderr
 
 
-def test_a_damaged_local_checkpoint_that_is_older_than_the_shared_one_is_no_fallback(tmp_path):
-    attempt(tmp_path, config(tmp_path), (6,), (4,))
-    damage(sets(tmp_path)[-1] / pack_of(0))
-    second = attempt(tmp_path, config(tmp_path))
-    assert (second.kind, second.step) == ("shared", 6)
-    assert not [event for event in second.events if event["event"] == "checkpoint_fallback"]
-
-
 def test_a_damaged_shared_checkpoint_falls_back_to_a_local_one(tmp_path, capfd):
     attempt(tmp_path, config(tmp_path), (1, 3), (2,))
     damage(shared_step(tmp_path, 3))
@@ -133,15 +124,6 @@ def test_another_mesh_starts_from_the_shared_folder_and_reports_it(tmp_path, cap
         capfd.readouterr().err
     )
     assert [event["from_step"] for event in second.events if event["event"] == "checkpoint_fallback"] == [4]
-
-
-def test_a_layout_fitted_to_the_devices_is_compared_as_fitted(tmp_path, capfd):
-    attempt(tmp_path, config(tmp_path), (3,), (4,))
-    batch = BatchConfig(global_size=16, micro_size=1)
-    cfg = config(tmp_path, parallel=ParallelConfig(data=16, elastic=True), batch=batch)
-    assert dict(resolve(cfg).mesh.shape) == ONE | {"data": 8}
-    assert attempt(tmp_path, cfg)[:2] == ("shared", 3)
-    assert "this run has data 8" in capfd.readouterr().err
 
 
 def test_a_step_given_by_number_is_the_shared_one(tmp_path):

@@ -1,17 +1,11 @@
 """Runs with adapters: nothing else has gradients or moments, and they start from a base."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
-from small_jobs import losses, model, run_config
 from tiny_runs import ONE, build_program, llama
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.interop.weights.formats import open_stored
-from megajax.job.job import train
 from megajax.job.start.weights import frozen_weights_warning
 from megajax.layers.block.step_work import Training
 from megajax.layers.facts import total_size
@@ -45,26 +39,6 @@ def test_a_run_without_a_source_reports_that_frozen_weights_are_fresh() -> None:
     line = frozen_weights_warning(build_program(replace(llama(), lora=LORA), ONE, microbatches=2))
     assert "adapters are trained beside fresh, frozen weights: set checkpoint.load" in line and ".lora_" not in line
     assert frozen_weights_warning(build_program(llama(), ONE, microbatches=2)) == ""
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_a_base_that_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, run = tmp_path / "base", tmp_path / "run"
-    assert train(run_config(base, model=model(dropout=0.0), steps=3)) == 0
-    settings = {
-        "model": replace(model(dropout=0.0), lora=replace(LORA, dropout=0.2)),
-        "checkpoint": CheckpointConfig(load=base, parts="weights", every=2),
-        "steps": 4,
-    }
-    assert train(run_config(run, **settings)) == 0
-    output = capsys.readouterr()
-    assert "in 7 adapters of rank 2, scale 2" in output.out + output.err
-    weights, started = open_stored(run).weights, open_stored(base).weights
-    for path, shape in weights.shapes.items():
-        box = tuple(slice(0, size) for size in shape)
-        if ".lora_" not in path:
-            np.testing.assert_array_equal(weights.read(path, box), started.read(path, box), err_msg=path)
-    assert losses(run)[-1] != losses(run)[0]
 
 
 def test_formulas_count_the_adapters_of_the_program() -> None:

@@ -1,8 +1,6 @@
 """Runs of preference optimization: the reference model is scored once, and a run that resumes reads it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,43 +102,6 @@ def test_an_interrupted_computation_goes_on(tmp_path: Path, monkeypatch: pytest.
     assert train(config(tmp_path, steps=3)) == 0
     (file,) = scores(tmp_path)
     assert sum(count) * 65 * 4 == file.stat().st_size and len(count) > 2
-
-
-DYING = """
-import os, signal, sys
-from megajax.train import main
-
-sync = os.fsync
-
-def dying(file):
-    sync(file)
-    if os.readlink(f"/proc/self/fd/{file}").endswith(".part"):
-        os.write(file, b"half a row")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-if "kill" in sys.argv:
-    sys.argv.remove("kill")
-    os.fsync = dying
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_run_that_is_killed_while_it_scores_its_reference_goes_on_equally(tmp_path: Path) -> None:
-    """Killed after a batch of rows and in the middle of a further one."""
-
-    def run(name: str, *words: str) -> int:
-        flags = ["--steps=2", "--evaluation.batches=0", "--schedule.warmup_fraction=0", "--logging.report=false"]
-        flags += ["--data.lines=60", f"--data.cache_dir={tmp_path / f'{name}_cache'}", f"--run_dir={tmp_path / name}"]
-        command = [sys.executable, "-c", DYING, "--config=dpo.py:debug", "--devices=cpu:1", *flags, *words]
-        return subprocess.run(command, cwd=gangs.REPOSITORY, check=False).returncode
-
-    assert run("whole") == 0
-    assert run("killed", "kill") == -9
-    assert not [*tmp_path.glob("killed_cache/mock_preferences/reference/*.scores")]
-    assert run("killed") == 0
-    files = [[*tmp_path.glob(f"{name}_cache/mock_preferences/reference/*.scores")] for name in ("whole", "killed")]
-    assert len(files[0]) == len(files[1]) == 1 and files[0][0].read_bytes() == files[1][0].read_bytes()
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
 def test_kto(tmp_path: Path) -> None:

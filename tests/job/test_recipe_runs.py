@@ -34,7 +34,6 @@ from megajax.precision.matmul import RoundedMatmul
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 
-EXPERTS = {"stack.blocks.0.mlp.experts.up.amax.max"}
 DENSE = {"stack.blocks.0.mlp.up.amax.max", "predictions.0.from_state.amax.max"}
 DELAYED = Fp8DelayedConfig(history=3, algorithm="max")
 AHEAD = replace(model(hidden=64, ffn=64, dropout=0.0), prediction=PredictionConfig())
@@ -55,28 +54,16 @@ def state(folder: Path, cfg: RunConfig) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "changes", "parallel", "observed", "apart"),
-    [
-        (Fp8DelayedConfig(history=2, algorithm="max"), {}, ParallelConfig(data=1, expert=2), EXPERTS, 1e-2),
-        (Nvfp4Config(first_layers=0, last_layers=0), {}, ParallelConfig(data=1, expert=2), set(), 1e-2),
-        (DELAYED, {"model": AHEAD}, ParallelConfig(data=1, pipeline=2), DENSE, 2e-3),
-    ],
-    ids=["observed magnitudes", "stochastic rounding", "a pipeline with further heads"],
-)
-def test_another_layout_gets_the_same_histories(
-    recipe: MatmulConfig, changes: dict, parallel: ParallelConfig, observed: set[str], apart: float, tmp_path: Path
-) -> None:
-    assert train(job(recipe, tmp_path, **changes)) == 0
-    here = state(tmp_path, job(recipe, **changes))
-    elsewhere = state(tmp_path, job(recipe, **changes, parallel=parallel))
-    assert observed <= here.state.observed.keys() and observed <= elsewhere.state.observed.keys()
-    assert bool(observed) == any("amax" in path for path in here.state.observed)
+def test_another_layout_gets_the_same_histories(tmp_path: Path) -> None:
+    assert train(job(DELAYED, tmp_path, model=AHEAD, steps=2)) == 0
+    here = state(tmp_path, job(DELAYED, model=AHEAD))
+    elsewhere = state(tmp_path, job(DELAYED, model=AHEAD, parallel=ParallelConfig(data=1, pipeline=2)))
+    assert all(run.state.observed.keys() >= DENSE for run in (here, elsewhere))
     for path, values in here.state.observed.items():
         np.testing.assert_array_equal(elsewhere.state.observed[path], values)
         assert "amax" not in path or (np.asarray(values) > 0).all()
     after = [next(iter(run.steps(1))).loss for run in (here, elsewhere)]
-    assert after[1] == pytest.approx(after[0], abs=apart)
+    assert after[1] == pytest.approx(after[0], abs=2e-3)
 
 
 @pytest.mark.slow

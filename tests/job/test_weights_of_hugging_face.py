@@ -18,7 +18,6 @@ from megajax.config.errors import UserError
 from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
-from megajax.interop.megatron.checkpoints.format import write_model
 from megajax.interop.weights.foreign import declared_by
 from megajax.interop.weights.name_mapping import resolved
 from megajax.job.notebook import set_up
@@ -85,19 +84,6 @@ def hf(folder: Path, **settings: Any) -> WeightsConfig:
     return WeightsConfig(run=Path(f"hf:{folder}"), **settings)
 
 
-@pytest.mark.slow
-def test_weights_of_megatron(folder: Path, tmp_path: Path) -> None:
-    """A run starts from any format that has tensors of all weights."""
-    weights = open_source(f"hf:{folder}").weights
-    (tmp_path / "gpt").mkdir()
-    write_model(tmp_path / "gpt", MODEL, weights)
-    run = started(tmp_path, WeightsConfig(run=Path(f"megatron:{tmp_path}/gpt")))
-    assert run.state.params.keys() == weights.shapes.keys()
-    for path, shape in weights.shapes.items():
-        stored = weights.read(path, tuple(slice(0, size) for size in shape))
-        np.testing.assert_array_equal(run.state.params[path][tuple(map(slice, shape))], stored)
-
-
 def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path: Path) -> None:
     """A pipeline with stages of two layers and one; matrices sharded over tensor and data."""
     layout = ParallelConfig(pipeline=2, tensor=2, data=2, data_sharding="fsdp", sequence=True)
@@ -111,7 +97,7 @@ def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path:
         np.testing.assert_array_equal(np.asarray(run.state.params[path]), array, err_msg=path)
 
 
-@pytest.mark.parametrize("way", [pytest.param("drawn", marks=pytest.mark.slow), "mean"])
+@pytest.mark.parametrize("way", ["drawn", "mean"])
 def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> None:
     """The table grows from 96 to 200 tokens: new rows are random, or the mean of the existing ones."""
     model = replace(MODEL, vocabulary_size=200)

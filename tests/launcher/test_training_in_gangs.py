@@ -1,22 +1,15 @@
 """Real training in gangs: killed, failing, asked to stop, left by its launcher, restarted, started from weights."""
 
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from gangs import CONFIG, LONG, TINY, TRAIN, Started, alive, launcher
+from gangs import LONG, TINY, TRAIN, Started, alive, launcher
 from run_folder import events, saved, steps
-from safetensors.numpy import save_file
 from waiting import wait_until
 
-from megajax.config import load
-from megajax.interop.huggingface.registry import families
-from megajax.interop.weights.foreign import declared_by
-from megajax.interop.weights.name_mapping import resolved
 from megajax.launcher.gang_watch import process_state
 
 pytestmark = pytest.mark.slow
@@ -70,16 +63,6 @@ def test_sigterm_to_one_process_saves_one_step_of_all(start, tmp_path):
     assert f"stopped after step {saved(tmp_path / 'run')[0]} of 200000" in gang.text
 
 
-def test_a_signal_to_the_launcher_is_forwarded_once(start, tmp_path):
-    gang = training(start, tmp_path / "run")
-    gang.process.send_signal(signal.SIGINT)
-    assert gang.wait() == 0, gang.text
-    assert len(saved(tmp_path / "run")) == 1
-    for index in (0, 1):
-        assert gang.text.count(f"[{index}] megajax: SIGINT received") == 1
-    assert "exiting at once" not in gang.text
-
-
 def numbers(run_dir: Path) -> list[tuple[int, str, float]]:
     return [(step, line["loss_hex"], line["grad_norm"]) for step, line in steps(run_dir).items()]
 
@@ -117,36 +100,3 @@ def test_the_same_command_continues_after_the_launcher_was_killed(start, tmp_pat
     second = start(*command, "--resilience.exit_after_steps=3", name="second")
     assert second.wait() == 0, second.text
     assert f"step {max(saved(tmp_path / 'run'))} saved" in second.text and len(steps(tmp_path / "run")) >= 6
-
-
-WEIGHTS = (
-    "--parallel.data_sharding=fsdp", "--model.recompute=full", "--model.dropout=0", "--steps=3",
-    "--evaluation.batches=0",
-)  # fmt: skip
-
-
-def test_losses_from_a_hugging_face_folder_are_those_of_one_process(start, tmp_path):
-    """Each process reads its shards."""
-    folder, model, family = tmp_path / "model", load(CONFIG).model, families()["llama"]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(family.config_json(model)))
-    table, draw = resolved(family.rows(model), declared_by(model)), np.random.default_rng(0)
-    tensors = {entry.name: (0.05 * draw.normal(size=entry.shape())).astype(np.float16) for entry in table}
-    save_file(tensors, folder / "model.safetensors")
-    command = (*TRAIN, *TINY, *WEIGHTS, f"--checkpoint.load=hf:{folder}")
-    gang = start(*launcher("--devices-per-process=1"), *command, f"--run_dir={tmp_path / 'two'}", name="two")
-    assert gang.wait(200) == 0, gang.text
-    assert f"12 weights of hf:{folder}" in gang.text
-    single = start(*command, f"--run_dir={tmp_path / 'one'}", "--devices=cpu:2", name="one")
-    assert single.wait(200) == 0, single.text
-    two, one = steps(tmp_path / "two"), steps(tmp_path / "one")
-    assert two.keys() == one.keys() == {1, 2, 3}
-    np.testing.assert_allclose(*([line["loss"] for line in run.values()] for run in (two, one)), rtol=1e-5)
-
-
-def test_a_reduce_scatter_of_4_mib_is_right(start):
-    """The collectives under every test with several processes: builds of jaxlib have summed large blocks wrongly."""
-    script = Path(__file__).with_name("reduce_scatter.py")
-    gang = start(*launcher("--devices-per-process=1"), sys.executable, script, JAX_PLATFORMS="cpu")
-    assert gang.wait() == 0, gang.text
-    assert gang.text.count("0 of 20 wrong") == 2

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gangs
 import jax
 import numpy as np
 import pytest
@@ -97,23 +96,6 @@ def test_layouts_have_the_same_losses(text: Path) -> None:
     plain = compared(text, ParallelConfig(data=1), 4)
     compared(text, ParallelConfig(data=4, tensor=2, sequence=True), 1, plain)
     compared(text, ParallelConfig(data=2, context=2, context_rounds=2, data_sharding="fsdp"), 2, plain)
-
-
-@pytest.mark.slow
-def test_processes_have_the_same_losses(text: Path, tmp_path: Path) -> None:
-    """Each process computes the same assignment of rows; the losses equal those without balancing."""
-    losses = []
-    for balance in ("none", "step"):
-        with gangs.started(tmp_path) as start:
-            data = [f"--data.paths={text}", "--data.split=1", "--data.isolate_documents=true"]
-            data += [f"--data.cache_dir={tmp_path}", f"--data.loader.balance={balance}"]
-            layout = ["--parallel.data=4", "--batch.global_size=16", "--batch.micro_size=1", "--evaluation.batches=0"]
-            command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", "--data.type=BlendConfig", *data, *layout]
-            gang = start(*gangs.launcher(), *command, "--devices=cpu:2", f"--run_dir={tmp_path / balance}")
-            assert gang.wait() == 0, gang.text
-            assert ("balanced rows" in gang.text) == (balance == "step")
-        losses.append(gangs.losses(tmp_path / balance))
-    assert list(losses[0]) == [1, 2, 3, 4, 5, 6] and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_the_banner_reports_balanced_rows(text: Path) -> None:

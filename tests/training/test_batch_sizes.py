@@ -64,12 +64,6 @@ def test_thresholds_and_rows_accept_suffixes():
     assert StepRampConfig(sizes="0:16 1.5.2K:32").problems() and StepRampConfig(sizes="0:16 K:32").problems()
 
 
-def test_a_step_may_cross_a_threshold():
-    actual = sizes(StepRampConfig(sizes="0:16 4:32 8:64", unit="samples"))
-    assert (actual.samples(1), actual.samples(2), actual.samples(3)) == (16, 80, 144)
-    assert actual.steps(81) == 3
-
-
 def test_thresholds_in_tokens_become_rows():
     actual = sizes(StepRampConfig(sizes="0:16 1K:32 1M:64"), length=128)
     assert actual.thresholds == ((0, 16), (7, 32), (7812, 64))

@@ -87,12 +87,6 @@ def test_unsupported_options_of_the_user_are_refused(given, says):
     assert refused.value.code == 2
 
 
-def test_options_of_the_user_override_defaults():
-    assert accepted_options({"xla_gpu_autotune_level": 4}, {"xla_gpu_autotune_level": 0}, device()) == {
-        "xla_gpu_autotune_level": 0
-    }
-
-
 def names(cfg: RunConfig, platform: str) -> set[str]:
     return {option.name for option in default_options(cfg, platform)}
 

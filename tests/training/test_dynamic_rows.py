@@ -64,7 +64,7 @@ def computed(segments: np.ndarray, blocks: AttentionBlocks) -> int:
     return int((last - first).sum())
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [64, 256])
 def test_padding_costs_few_blocks(tmp_path: Path, size: int) -> None:
     """No more than its own blocks on the diagonal and one before; joined with the text it costs the whole triangle."""
     turns = [{"role": "user", "content": "q" * 200}, {"role": "assistant", "content": "a" * 100}]

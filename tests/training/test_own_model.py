@@ -54,15 +54,6 @@ def test_the_model_learns(expected):
     assert expected[-1] < expected[0]
 
 
-@pytest.mark.slow
-def test_the_model_learns_as_printed_on_the_page(config_file):
-    """The settings are those of the page, so it trains in bfloat16."""
-    run = set_up(load(config_file, "steps=3", "parallel.data=1"))
-    first, *_, last = [info.loss for info in run.steps(STEPS)]
-    run.close()
-    assert last < first
-
-
 def test_positions_are_not_tokens(config_file):
     model = load(config_file).model
     assert position_unit(model) == "positions"

@@ -8,10 +8,9 @@ from small_jobs import model, run_config
 from megajax.config.compose import check, problems_of
 from megajax.config.errors import ConfigError
 from megajax.config.field_types import names
-from megajax.layers.position.config import RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.config import BatchConfig
 from megajax.training.run_config import COMMON, RunConfig
 
 
@@ -210,18 +209,6 @@ def test_devices_seed_steps_and_schedule():
     assert actual["steps"].startswith("must be at least 0, got -1")
     actual = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))
     assert actual["schedule.warmup_steps"].startswith("the warm-up takes 48 samples (warmup_steps=6)")
-
-
-def test_all_problems_are_reported_together():
-    cfg = run_config(
-        model=model(heads=3, kv_heads=2, hidden=18, rope=RopeConfig()),
-        batch=BatchConfig(global_size=0),
-        evaluation=EvaluationConfig(every=0),
-    )
-    with pytest.raises(Exception, match="kv_heads") as refused:
-        check(cfg, devices=8)
-    for name in ("model.stack.pattern.0.mixer.kv_heads", "batch.global_size", "evaluation.every"):
-        assert name in str(refused.value)
 
 
 def test_the_settings_that_help_lists_exist():

@@ -6,19 +6,15 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_folder import exact_losses, lines
 from small_jobs import model, run_config
 
-from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
 from megajax.faults.config import ResilienceConfig
-from megajax.job.job import train
 from megajax.job.notebook import prepare
 from megajax.job.suspicious_steps import Watch
 from megajax.layers.param import ONES, ParamSpec
 from megajax.mesh.layer_metrics import Measure, Measured
-from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.training.guarded.guard import Guard, NumericFault, SpikeRule, UnrepeatedFault
 from megajax.training.guarded.loop import run_guarded_steps
 from megajax.training.limits.nonfinite_gradients import nonfinite_message
@@ -224,39 +220,6 @@ def test_faults_without_repetition(parts, undisturbed):
         finished(parts, inject=("nan:step=4",), rerun=False)
     infos, _ = finished(parts, inject=("nan:step=4",), rerun=False, stop_on_nonfinite=False)
     assert infos[3].skipped
-
-
-@pytest.mark.slow
-def test_overflows_above_the_floor_are_not_suspicious():
-    cfg = run_config(
-        model=model(repeats=1),
-        steps=STEPS,
-        resilience=ResilienceConfig(inject=("inf:step=3",)),
-        precision=PrecisionConfig(compute="float32", loss_scale=DynamicScaleConfig(initial=64.0, hysteresis=1)),
-    )
-    infos, events = finished(prepare(cfg), inject=("inf:step=3",))
-    assert events == []
-    assert [info.guarded.first_try for info in infos] == [None] * STEPS
-    assert [info.skipped for info in infos] == [step == 3 for step in range(1, STEPS + 1)]
-    assert [info.loss_scale for info in infos] == [64.0] * 3 + [32.0] * 4
-
-
-@pytest.mark.slow
-def test_the_last_checkpoint_continues_after_exit_code_17(tmp_path, capsys):
-    cfg = run_config(tmp_path / "run", model=model(repeats=1), checkpoint=CheckpointConfig(every=2))
-    rule = {"spike_factor": 3.0, "spike_window": 3, "spike_reference": "median"}
-    nan_config = ResilienceConfig(inject=("nan:step=5:always",), **rule)
-    assert train(cfg.but(resilience=nan_config)) == 17
-    assert "step 5: loss (nan) and gradient norm (nan) are not finite" in capsys.readouterr().out
-    assert [e["event"] for e in lines(tmp_path / "run", "events")][-2:] == ["persistent_fault", "numeric_fault"]
-    # The value at 6 is a spike only with the statistics of the first attempt.
-    spike_config = ResilienceConfig(inject=("spike:step=6",), **rule)
-    assert train(cfg.but(resilience=spike_config)) == 0
-    assert [e["step"] for e in lines(tmp_path / "run", "events") if e["event"] == "transient_fault"] == [6]
-    run_cfg = run_config(tmp_path / "whole", model=model(repeats=1))
-    assert train(run_cfg) == 0
-    assert exact_losses(tmp_path / "run") == exact_losses(tmp_path / "whole")
-    assert list(exact_losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("reference", ["largest", "median"])
