@@ -58,6 +58,7 @@ LATENT = replace(PLAIN, key_dim=192)
         (H100, replace(PLAIN, length=4095), "pallas", ("cudnn: takes rows of even length, not of 4095",)),
         (H100, replace(PLAIN, dtype="float32"), "reference", ("cudnn, pallas, cudnn_mask: computes in bfloat16 or",)),
         (H100, replace(PLAIN, bias=True), "reference", ("has no bias of scores",)),
+        (H100, replace(PLAIN, key_dim=256, cap=True), "pallas", ("cudnn: has no soft cap of scores",)),
         (H100, replace(PLAIN, dropout=0.1), "reference", ("the same on every layout, which is 0.1",)),
         (H100, replace(PLAIN, causal=False, window=3), "pallas", ("has windows in causal attention only",)),
         (L40S, replace(PLAIN, causal=False, padded=True), "cudnn", ()),
@@ -97,13 +98,6 @@ def test_an_unsupported_backend_is_an_error_with_an_alternative() -> None:
         choose("pallas", PLAIN, KernelDevice(name="cpu"))
 
 
-def test_unknown_properties_are_not_refused() -> None:
-    for name, backend in BACKENDS.items():
-        assert backend.refusal(KernelRequest()) is None, name
-        assert backend.refusal(KernelRequest(documents=True, window=4, sink=True)) is None, name
-    assert "takes heads up to 256" in str(BACKENDS["cudnn"].refusal(KernelRequest(key_dim=264, value_dim=264)))
-
-
 def test_every_backend_exists_and_the_reference_supports_everything() -> None:
     assert set(BACKENDS) == set(PASSES) and list(BACKENDS)[-3:] == ["reference", "fixed", "blocks"], (
         "auto chooses none after the reference"
@@ -129,12 +123,6 @@ def test_a_gpu_has_its_capability_and_cudnn_version(client, cudnn, expected, mon
     assert local_device() == expected
     monkeypatch.setattr("megajax.kernels.attention.attention.cuda_versions", None)
     assert local_device().cudnn is None
-
-
-def test_the_local_device() -> None:
-    device = local_device()
-    assert device.name == jax.devices()[0].device_kind
-    assert (device.capability is None) == (jax.devices()[0].platform != "gpu")
 
 
 RING, GATHER = ContextSharding(4, 1, "ring"), ContextSharding(4, 1, "all_gather")
@@ -290,3 +278,9 @@ def test_single_queries_are_refused_by_another_rule(device: KernelDevice) -> Non
     for kernel in ("cudnn", "cudnn_mask"):
         refusal = BACKENDS[kernel].refusal(replace(BOTH_WAYS, cross=True, length=1, key_length=128), device)
         assert refusal is not None and refusal.startswith("takes rows of even length, not of 1")
+
+
+def test_the_local_device() -> None:
+    device = local_device()
+    assert device.name == jax.devices()[0].device_kind
+    assert (device.capability is None) == (jax.devices()[0].platform != "gpu")

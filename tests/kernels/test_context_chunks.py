@@ -34,11 +34,8 @@ RING = Case(strategy="ring")
 CASES = {
     "gather, documents": (Case(segments=documents(), sink=True, groups=2), WITH_PADDING),
     "ring": (replace(RING, sink=True, groups=2), ["forward CAUSAL", *["forward NO_MASK"] * 3]),
-    "gather, 8 devices": (Case(sink=True, groups=2, context=8), TRIANGLES),
     "gather, 2 rounds, MLA": (Case(rounds=2, context=2, size=24, wide=16), [TRIANGLES[0], *TRIANGLES[1:] * 2]),
     "gather, plain chunks": (Case(rounds=0), TRIANGLES[:2]),
-    "gather, padded": (Case(segments=texts([40, 0]), padded=True), WITH_PADDING),
-    "gather, both ways": (Case(causal=False), ["forward NO_MASK"]),
     "gather, both ways, padded": (Case(causal=False, padded=True, segments=texts()), ["forward PADDING"]),
     "ring, both ways": (replace(RING, causal=False), ["forward NO_MASK"] * 4),
     "ring, both ways, padded": (
@@ -153,10 +150,3 @@ def check_rectangle(start: int, segments: bool, chunk: int) -> None:
 @pytest.mark.parametrize(("start", "segments"), [(0, False), (0, True), (1, False), (1, True), (2, True)])
 def test_rectangles_on_a_gpu_match_the_formula(start: int, segments: bool) -> None:
     check_rectangle(256 * start, segments, 256)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "segments"), [(0, False), (1, True)])
-def test_the_check_of_rectangles_passes_for_the_calls_in_jax(start, segments, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, pallas=False)
-    check_rectangle(16 * start, segments, 16)

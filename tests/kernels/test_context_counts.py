@@ -130,14 +130,6 @@ def test_in_zigzag_all_devices_have_the_same_work(strategy: str, exchanging: int
     assert plain.imbalance() > 1.8
 
 
-def test_more_rounds_balance_documents_better() -> None:
-    one_round, four, sixteen = (
-        blocks_of_devices(SequenceSharding(8, rounds), LENGTH, BLOCKS, segments=DOCUMENTS).imbalance()
-        for rounds in (1, 4, 16)
-    )
-    assert one_round > 1.2 > four > sixteen
-
-
 def test_needed_blocks_have_a_visible_score() -> None:
     """The count itself agrees with all scores of a small row."""
     length, blocks, sharding = 256, AttentionBlocks(16, 16, 4), SequenceSharding(4, 1)
@@ -152,10 +144,3 @@ def test_needed_blocks_have_a_visible_score() -> None:
     ]
     counts = blocks_of_devices(sharding, length, blocks, segments=segments, window=30)
     np.testing.assert_array_equal(counts.needed, expected)
-
-
-def test_bidirectional_rows_need_all_blocks() -> None:
-    for strategy in ("all_gather", "ring"):
-        counts = blocks_of_devices(SequenceSharding(8, 0, strategy), LENGTH, BLOCKS, causal=False)
-        assert (counts.by_query == LENGTH // 8 // 32 * (LENGTH // 16)).all()
-        np.testing.assert_array_equal(counts.by_query, counts.needed)

@@ -86,44 +86,39 @@ def moved(text: str, mesh: Mapping[str, int], kind: str) -> tuple[int, int]:
 
 
 FORWARD, BACKWARD = "fmhaSoftmax", "fmhaSoftmaxBackward"
-
-
-def test_all_transfers_of_a_ring_but_the_last_overlap_with_a_kernel() -> None:
-    text, mesh = compiled(SequenceSharding(CONTEXT, 1, "ring"), "cudnn", fsdp=True)
-    assert kernels(text) == {FORWARD: CONTEXT, BACKWARD: CONTEXT}
-    assert branches(text) == 0
+STEPS = CONTEXT - 1
+CASES: dict[str, tuple[SequenceSharding, str, dict[str, Any], dict[str, int], int, dict[str, tuple[int, int]]]] = {
     # Keys with values in both passes, sums of their gradients in the second, and those on their way back.
-    assert moved(text, mesh, "collective-permute") == (3 * (CONTEXT - 1) + 1, 1)
-
-
-@pytest.mark.slow
-def test_gathered_keys_of_whole_rows_have_three_calls_and_no_branch() -> None:
-    text, mesh = compiled(SequenceSharding(CONTEXT, 1, "all_gather"), "cudnn")
-    assert kernels(text) == {FORWARD: 3, BACKWARD: 3}
-    assert branches(text) == 0
+    "a ring, of which all transfers but the last overlap with a kernel": (
+        *(SequenceSharding(CONTEXT, 1, "ring"), "cudnn", {"fsdp": True}, {FORWARD: CONTEXT, BACKWARD: CONTEXT}),
+        *(0, {"collective-permute": (3 * STEPS + 1, 1)}),
+    ),
     # Forward the triangles run meanwhile, backward they run while gradients are scattered.
-    assert moved(text, mesh, "all-gather") == (4, 2)
-    assert moved(text, mesh, "reduce-scatter") == (2, 0)
+    "gathered keys of whole rows": (
+        *(SequenceSharding(CONTEXT, 1, "all_gather"), "cudnn", {}, {FORWARD: 3, BACKWARD: 3}),
+        *(0, {"all-gather": (4, 2), "reduce-scatter": (2, 0)}),
+    ),
+    "documents, with another kernel for rows that do not fit": (
+        *(SequenceSharding(CONTEXT, 1, "all_gather"), "cudnn", {"segments": True}),
+        *({FORWARD: 3, BACKWARD: 3, "triton": 9}, 6, {}),
+    ),
+    "a ring by pallas that skips keys out of reach": (
+        *(SequenceSharding(CONTEXT, 1, "ring"), "pallas", {"segments": True, "window": LENGTH // 16}),
+        *({"triton": 3 * STEPS}, 0, {"collective-permute": (3 * (STEPS - 1) + 1, 1)}),
+    ),
+    "rows both ways": (
+        *(SequenceSharding(CONTEXT, 0, "all_gather"), "cudnn", {"causal": False}, {FORWARD: 1, BACKWARD: 1}, 0, {}),
+    ),
+}
+"""Sharding, kernel and options -> kernels, branches, and by collective the arrays moved, and those beside no kernel."""
 
 
-@pytest.mark.slow
-def test_documents_have_another_kernel_for_rows_that_do_not_fit() -> None:
-    text, _ = compiled(SequenceSharding(CONTEXT, 1, "all_gather"), "cudnn", segments=True)
-    assert kernels(text) == {FORWARD: 3, BACKWARD: 3, "triton": 9}
-    assert branches(text) == 6
-
-
-@pytest.mark.slow
-def test_a_ring_by_pallas_has_no_branch_and_skips_keys_out_of_reach() -> None:
-    text, mesh = compiled(SequenceSharding(CONTEXT, 1, "ring"), "pallas", segments=True, window=LENGTH // 16)
-    steps = CONTEXT - 1
-    assert kernels(text) == {"triton": 3 * steps}
-    assert branches(text) == 0
-    assert moved(text, mesh, "collective-permute") == (3 * (steps - 1) + 1, 1)
-
-
-@pytest.mark.slow
-def test_bidirectional_rows_have_one_call_on_gathered_keys() -> None:
-    text, _ = compiled(SequenceSharding(CONTEXT, 0, "all_gather"), "cudnn", causal=False)
-    assert kernels(text) == {FORWARD: 1, BACKWARD: 1}
-    assert branches(text) == 0
+@pytest.mark.parametrize(
+    "name", [c if n == 0 else pytest.param(c, marks=pytest.mark.slow) for n, c in enumerate(CASES)]
+)
+def test_kernels_branches_and_transfers(name: str) -> None:
+    sharding, kernel, options, expected, conditionals, transfers = CASES[name]
+    text, mesh = compiled(sharding, kernel, **options)
+    assert kernels(text) == expected
+    assert branches(text) == conditionals
+    assert {kind: moved(text, mesh, kind) for kind in transfers} == transfers

@@ -10,11 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from megajax.kernels.attention.attention import OUTPUT, STATISTICS, Mask, attend
+from megajax.kernels.attention.attention import Mask, attend
 from megajax.kernels.attention.cudnn import Documents
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
@@ -32,10 +29,6 @@ SCALE = SIZE**-0.5
 QUERIES, KEYS = (ROWS, LENGTH, HEADS, SIZE), (ROWS, LENGTH, GROUPS, SIZE)
 INDEX = np.arange(LENGTH)
 SEGMENTS = np.repeat([[0, 1], [2, 3]], [5, LENGTH - 5], axis=1).astype(np.int32)
-POLICIES = {
-    "selective": jax.checkpoint_policies.save_only_these_names("query", "key", "value", OUTPUT, STATISTICS),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 MASKS = pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole_rows", "documents"])
 EXPECTED = {"none": (1, 1), "selective": (1, 1), "full": (2, 1)}
 """Forward and backward kernels of a layer's gradient."""
@@ -44,20 +37,6 @@ RECOMPUTE = pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 
 def whole_row(segments: np.ndarray | None) -> Mask:
     return Mask(INDEX, INDEX, segments, segments)
-
-
-def tower(attend, recompute: str, mesh: Mesh, x: jax.Array) -> jax.Array:
-    """LAYERS layers of mostly attention, scanned and in an island, as in the model: [B, S, N, H]."""
-    island = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-
-    def layer(x: jax.Array) -> jax.Array:
-        kv = x[:, :, : HEADS // GROUPS]
-        q, k, v = checkpoint_name(jnp.sin(x), "query"), checkpoint_name(2 * kv, "key"), checkpoint_name(kv, "value")
-        return x + jnp.sin(island(q, k, v))
-
-    if recompute != "none":
-        layer = jax.checkpoint(layer, policy=POLICIES[recompute], prevent_cse=False)
-    return jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=LAYERS)[0]
 
 
 def lowered(f, *args) -> str:
@@ -80,16 +59,6 @@ def scan_outputs(f, *args) -> list[tuple[tuple[int, ...], jnp.dtype]]:
 
 def summed(f):
     return lambda *args: jnp.sum(f(*args).astype(jnp.float32))
-
-
-@RECOMPUTE
-def test_the_forward_kernel_is_recomputed_only_if_nothing_is_saved(recompute):
-    attention = partial(attend, "cudnn", mask=whole_row(None), scale=SCALE)
-    gradient = jax.grad(summed(partial(tower, attention, recompute, Mesh(np.array(jax.devices()[:2]), ("data",)))))
-    x = jax.ShapeDtypeStruct(QUERIES, jnp.bfloat16)
-    assert kernels(lowered(gradient, x)) == EXPECTED[recompute]
-    statistics = ((LAYERS, ROWS, HEADS, LENGTH), jnp.float32)
-    assert scan_outputs(gradient, x).count(statistics) == (0 if recompute == "full" else 1)
 
 
 @RECOMPUTE

@@ -73,7 +73,7 @@ def test_queries_see_the_keys_of_their_rows(
     np.testing.assert_allclose(out, jnp.where(positions[..., None, None] >= 0, expected, 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [reference, partial(tiled, tile=1), partial(paged_attention, interpret=True)])
+@pytest.mark.parametrize("kernel", [reference, partial(paged_attention, interpret=True)])
 def test_queries_see_the_keys_of_their_chunk(kernel: Any) -> None:
     q, (k, v), pools, table = rows(2)
     index = jnp.arange(LENGTH)
@@ -155,7 +155,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [c if n < 2 else pytest.param(c, marks=pytest.mark.slow) for n, c in enumerate(CASES)])
+@pytest.mark.parametrize("case", [c if n < 1 else pytest.param(c, marks=pytest.mark.slow) for n, c in enumerate(CASES)])
 def test_the_interpreted_kernels_equal_the_reference(case: str) -> None:
     rest = dict(CASES[case])
     window, sinks, cap = rest.pop("window", None), rest.pop("sinks", False), rest.pop("cap", None)
