@@ -132,6 +132,8 @@ def test_templates_in_files(tmp_path: Path) -> None:
     config["bos_token"] = {"content": "<s>", "special": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate(str(tmp_path / "tokenizer_config.json")).render(TALK) == "<s>Be brief.</s>"
+    (tmp_path / "chat.jinja").write_text("{{ bos_token }}?")
+    assert ChatTemplate(str(tmp_path / "chat.jinja")).render([]) == "<s>?", "those of the file beside it"
     config["chat_template"] = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate(str(tmp_path / "tokenizer_config.json")).render(TALK) == "d"

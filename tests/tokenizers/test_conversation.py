@@ -94,9 +94,9 @@ def test_the_last_message_goes_on(tokenizer: Tokenizer) -> None:
         silent.encode(messages, header=False, continued=True)
 
 
-def test_a_million_names_are_fast(tokenizer: Tokenizer) -> None:
-    tokens = Conversation(ChatTemplate("identity"), tokenizer).encode([{"role": "user", "content": "<s>" * 100_000}])
-    assert len(tokens) == 300_000
+def test_many_names_are_fast(tokenizer: Tokenizer) -> None:
+    tokens = Conversation(ChatTemplate("identity"), tokenizer).encode([{"role": "user", "content": "<s>" * 20_000}])
+    assert len(tokens) == 60_000
 
 
 @pytest.mark.parametrize("multimodal", [False, True])
@@ -111,26 +111,12 @@ def test_plain_tokenizers_encode_names_as_text(folder: Path, multimodal: bool) -
     assert not tokenizer.plain().controls()
 
 
-def test_tokenizers_without_names_in_text_are_plain() -> None:
-    tokenizer = ByteTokenizerConfig().build()
-    assert tokenizer.plain() is tokenizer
-    tokens = Conversation(ChatTemplate("plain"), tokenizer).encode([{"role": "user", "content": "</s>"}])
-    assert tokenizer.decode(tokens) == "user: </s>\nassistant: "
-
-
 def test_special_tokens_of_tiktoken_are_text_when_plain(tmp_path: Path) -> None:
     lines = [f"{base64.b64encode(bytes((value,))).decode()} {value}" for value in range(256)]
     (tmp_path / "ranks").write_text("\n".join(lines))
     tokenizer = TiktokenTokenizerConfig(path=str(tmp_path / "ranks")).build()
     assert len(tokenizer.encode("a<s>")) == 2 and len(tokenizer.plain().encode("a<s>")) == 4
     assert "<s>" in tokenizer.controls() and not tokenizer.plain().controls()
-
-
-def test_a_template_beside_a_tokenizer_config_has_its_special_tokens(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}?")
-    assert ChatTemplate(str(tmp_path / "chat_template.jinja")).render([]) == "?"
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
-    assert ChatTemplate(str(tmp_path / "chat_template.jinja")).render([]) == "<s>?"
 
 
 LOOP = "{% for m in messages %}"
@@ -183,6 +169,11 @@ TALKS = {
     "blanks": "u: 1 | a: one\n | u:2 | a: two ",
     "thoughts": "u:1 | a:<think>\nt\n</think>\n\none | u:2 | a:<think>\nt\n</think>\n\ntwo",
 }
+WITH = {
+    **dict.fromkeys(("chatml", "glm", "qwen3"), TALKS),
+    **dict.fromkeys(("plain", "r1", "mistral", "marked"), ("turns", "tools", "system in the middle", "thoughts")),
+}
+"""Template -> conversations."""
 ENDS = {"chatml": "<|im_end|>\n", "qwen3": "<|im_end|>\n", "r1": "</s>", "mistral": "</s>", "marked": "<|im_end|>",
         "plain": "\n", "glm": ""}  # fmt: skip
 
@@ -222,8 +213,7 @@ def learned(tokens: np.ndarray, weights: np.ndarray, tokenizer: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*contain names of special tokens")
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", TALKS)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, kinds in WITH.items() for kind in kinds])
 def test_rows_and_prompts_have_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path, kind: str, name: str) -> None:
     messages, template = talk(TALKS[kind]), TEMPLATES[name]
     conversation = Conversation(ChatTemplate(template), tokenizer)

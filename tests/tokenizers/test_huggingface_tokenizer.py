@@ -1,7 +1,6 @@
 """tokenizer.json files."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,20 +68,6 @@ def test_words_of_a_wordpiece(tmp_path):
     assert tokenizer.specials == {"cls": 1, "sep": 2, "eos": 6}
 
 
-def test_special_tokens_in_text(path):
-    token = "<|endoftext|>"
-    as_token = HuggingFaceTokenizerConfig(path=path).build()
-    as_text = HuggingFaceTokenizerConfig(path=path, special_tokens_in_text=False).build()
-    assert as_token.encode(f"a{token}b").tolist().count(as_token.eod) == 1
-    assert as_text.eod not in as_text.encode(f"a{token}b")
-    assert as_text.identity != as_token.identity
-
-
-def test_folder_and_identity(path, tmp_path):
-    folder = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
-    assert folder.identity == HuggingFaceTokenizerConfig(path=path).build().identity
-
-
 def test_usual_names(path, tmp_path):
     content = json.loads(Path(path).read_text().replace("<|endoftext|>", "</s>"))
     file = tmp_path / "other.json"
@@ -127,51 +112,3 @@ def test_two_tokens_with_one_id_are_named(path, tmp_path, kind):
     with pytest.raises(UserError) as error:
         HuggingFaceTokenizerConfig(path=path).build()
     assert str(error.value).startswith(f"{path}: {expected}. ")
-
-
-def test_ids_outside_the_vocabulary(path):
-    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
-    with pytest.raises(UserError, match="400 is outside the vocabulary"):
-        tokenizer.decode([1, 400])
-
-
-def test_missing_package_names_the_extra(path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="uv sync --extra tokenizers"):
-        HuggingFaceTokenizerConfig(path=path).build()
-
-
-def test_tokens_around_a_text(trained, tmp_path):
-    """The post-processor of tokenizer.json adds them, whatever add_bos_token says. `encode` omits them."""
-    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    trained.save(str(file))
-    content = json.loads(file.read_text())
-    size = len(content["model"]["vocab"])
-    names = {"<s>": size, "<t>": size + 1}
-    content["added_tokens"] += [content["added_tokens"][0] | {"id": n, "content": name} for name, n in names.items()]
-    file.write_text(json.dumps(content))
-
-    def prefix(suffix: tuple[int, ...] = ()) -> list[int]:
-        tokenizer = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
-        assert tokenizer.encode("it is").tolist() == trained.encode("it is", add_special_tokens=False).ids
-        assert tokenizer.suffix == suffix
-        return list(tokenizer.prefix)
-
-    assert prefix() == []
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [size], "tokens": ["<s>"]}},
-    }
-    file.write_text(json.dumps(content))
-    assert prefix() == [size]
-    content["post_processor"]["single"].append({"SpecialToken": {"id": "<t>", "type_id": 0}})
-    content["post_processor"]["special_tokens"]["<t>"] = {"id": "<t>", "ids": [size + 1], "tokens": ["<t>"]}
-    file.write_text(json.dumps(content))
-    assert prefix((size + 1,)) == [size]
-    settings.write_text(json.dumps({"bos_token": "<s>", "add_bos_token": False}))
-    assert prefix((size + 1,)) == [size]
-    settings.write_text("[" * 100_000)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):
-        prefix()

@@ -44,13 +44,6 @@ def test_split_point_is_safe(added):
     assert safe_to_cut(null, b"1 2 <i> 3 <i> <i> 4") and null.split_point(b"1 2 <i> ") > 0
 
 
-def test_numbers_and_images():
-    """Megatron-LM's NullMultimodalTokenizer, with an id for the image in the vocabulary."""
-    tokenizer = MultimodalTokenizerConfig(base=NullTokenizerConfig(vocabulary_size=100)).build()
-    assert tokenizer.encode("1 <image> 2").tolist() == [1, 100, 2]
-    assert tokenizer.decode([1, 100, 2]) == "1<image>2"
-
-
 def test_a_token_of_the_vocabulary_keeps_its_id(trained, small_bpe, tmp_path):
     pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     file = tmp_path / "tokenizer.json"
@@ -75,9 +68,3 @@ def test_names_of_tokens():
     for image, added in (("", {}), ("an image", {}), ("<i>", {"x": "<i>"})):
         with pytest.raises(ConfigError, match=r"empty or contains a blank|given twice"):
             MultimodalTokenizerConfig(base=ByteTokenizerConfig(), image=image, added=added).build()
-
-
-def test_identity_depends_on_the_tokens():
-    plain = MultimodalTokenizerConfig(base=ByteTokenizerConfig())
-    assert plain.build().identity == plain.build().identity != ByteTokenizerConfig().build().identity
-    assert MultimodalTokenizerConfig(base=ByteTokenizerConfig(), image="<x>").build().identity != plain.build().identity

@@ -123,13 +123,6 @@ def test_damaged_files(paths, tmp_path, content):
         SentencePieceTokenizerConfig(path=str(tmp_path / "gone.model")).build()
 
 
-def test_ids_outside_the_vocabulary(paths):
-    tokenizer = SentencePieceTokenizerConfig(path=paths["llama"], extra_ids=1).build()
-    assert tokenizer.decode([tokenizer.vocabulary_size - 1]) == "<extra_id_0>"
-    with pytest.raises(UserError, match="outside the vocabulary"):
-        tokenizer.decode([tokenizer.vocabulary_size])
-
-
 def test_settings_and_a_missing_package(paths, monkeypatch):
     config = SentencePieceTokenizerConfig(path="x", special_tokens=("a", "a", "b c"), extra_ids=-1)
     assert [problem.setting for problem in problems_of(config)] == ["extra_ids", "special_tokens", "special_tokens"]

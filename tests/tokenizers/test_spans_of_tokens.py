@@ -54,14 +54,6 @@ def test_pieces_have_spans_in_the_original_text(text, tmp_path):
     assert parts(tokenizer, "  Unaffable, CAFÉ") == ["Un", "aff", "able", ",", "CAFÉ"]
 
 
-def test_sentence_pieces_have_the_blank_before_them(tmp_path):
-    tokenizer = SentencePieceTokenizerConfig(
-        path=train_sentencepiece(tmp_path / "a.model", [TEXT] * 20, vocab_size=90)
-    ).build()
-    spans = parts(tokenizer, "the quick Grün 猫 fox")
-    assert "".join(spans) == "the quick Grün 猫 fox"
-
-
 def test_special_tokens_have_the_span_of_their_name(tmp_path):
     """SentencePiece's blank between two of them has no token."""
     path = train_sentencepiece(tmp_path / "a.model", [TEXT] * 20, vocab_size=90)

@@ -31,6 +31,8 @@ def test_words_become_the_longest_pieces(vocabulary):
         *("un", "##aff", "##able", ",", "the", "cafe", "##s", "[UNK]")
     ]
     assert tokenizer.decode(tokenizer.encode("the unaffable masks")) == "the unaffable masks"
+    data = "the unaffable, cafés\nmask  the un".encode()
+    assert safe_to_cut(tokenizer, data) and tokenizer.split_point(data) > 20
     # Names of special tokens in the text are text.
     assert pieces(tokenizer, "[MASK]") == ["[", "mask", "]"]
     # Normalisation drops U+FFFD, which bytes that are no UTF-8 become.
@@ -41,12 +43,6 @@ def test_cased_vocabulary_keeps_case_and_accents(vocabulary):
     tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary, lower=False).build()
     assert pieces(tokenizer, "The café THE") == ["The", "café", "[UNK]"]
     assert tokenizer.identity != WordPieceTokenizerConfig(vocabulary=vocabulary).build().identity
-
-
-def test_split_point_is_safe(vocabulary):
-    tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary).build()
-    data = "the unaffable, cafés\nmask  the un".encode()
-    assert safe_to_cut(tokenizer, data) and tokenizer.split_point(data) > 20
 
 
 def test_special_tokens_and_pieces(vocabulary):
@@ -100,14 +96,11 @@ def test_the_vocabulary_is_the_same_every_time_and_holds_the_words(tmp_path):
     assert first == trained() and len(first) == len(set(first)) == 60
     assert first[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert {"the", "of", "built", "##s", "."} <= set(first) and not {"The", "##.", "é"} & set(first)
+    assert {"The", "Café", "é"} <= set(trained(lower=False, size=100))
     (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in first), encoding="utf-8")
     tokenizer = WordPieceTokenizerConfig(vocabulary=str(tmp_path / "vocab.txt")).build()
     text = "the builder built a tower"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_case_and_accents_are_kept_on_request():
-    assert {"The", "Café", "é"} <= set(trained(lower=False, size=100))
 
 
 def test_a_size_below_the_alphabet_and_a_text_without_words_are_errors():
