@@ -103,12 +103,12 @@ def _cases() -> dict[str, Case]:
     (plain, name), *_ = first.items()
     for placement in ("output", "sandwich"):
         first[plain._replace(block=replace(plain.block, norm_placement=placement))] = f"{name}-{placement}"
-    # Of blocks that differ in numbers only, the narrowest and the widest: facts are formulas of them.
+    # Of blocks that differ in numbers only, the widest, whose numbers are the least alike: facts are formulas of them.
     alike = defaultdict(list)
     for case in first:
         alike[re.sub(r"\d[\d.e-]*", "", repr(case.block)), case.dtype, case.memory_length > 0].append(case)
-    ordered = (sorted(group, key=lambda case: case.hidden) for group in alike.values())
-    return {first[case]: case for group in ordered for case in (group[0], group[-1])}
+    widest = (max(group, key=lambda case: case.hidden) for group in alike.values())
+    return {first[case]: case for case in widest}
 
 
 @dataclass
@@ -368,7 +368,7 @@ def test_weights() -> None:
         or block.facts.unsharded != unsharded(block.declared)
     }
     assert not wrong
-    assert len(blocks()) > 60
+    assert len(blocks()) > 40
 
 
 def test_local_sizes_of_matrices_are_shards_of_the_weights() -> None:

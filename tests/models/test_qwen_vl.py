@@ -1,6 +1,7 @@
 """Where the images of Qwen3-VL stand in a row, and settings that do not fit."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from megajax.mesh.sharding_rules import Plan
 from megajax.models.facts import count_flops
 from megajax.models.qwen_vl.module import image_places
 from megajax.optim.groups import trainable
+from megajax.training.run_config import RunConfig
 
 
 def test_work_and_memory_of_the_tower() -> None:
@@ -46,6 +48,11 @@ def test_places_of_images() -> None:
     assert before.tolist() == [[0, 0, 0, 0, 0, 0, 0, -3, -3, -3, -3, -3, -3, -3]]
 
 
+@cache
+def tiny() -> RunConfig:
+    return build_program(qwen(), ONE, microbatches=1).cfg
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -59,7 +66,7 @@ def test_places_of_images() -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
-    cfg = build_program(qwen(), ONE, microbatches=1).cfg
+    cfg = tiny()
     parallel = changes.pop("parallel", ONE)
     with pytest.raises(ConfigError, match=message):
         check(

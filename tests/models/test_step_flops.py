@@ -137,12 +137,9 @@ def three(**more: Any) -> DecoderConfig:
 
 TRAINED: dict[str, tuple[str, ...]] = {
     "all": ("*",),
-    "the upper layers": ("stack.blocks.1.*", "stack.blocks.2.*", "head"),
     "a layer in the middle": ("stack.blocks.1.*",),
     "one matrix": ("stack.blocks.1.mlp.down",),
-    "queries": ("*.mixer.query",),
     "norms": ("*.mlp_norm.*",),
-    "the head": ("head",),
     "the table": ("tokens",),
     "all but the table": ("stack.*", "norm.*", "head"),
 }
@@ -155,7 +152,7 @@ def test_what_is_trained_decides_which_gradients_count(trainable: tuple[str, ...
     assert flops is not None and flops.full * LENGTH == pytest.approx(traced(model, trainable, tokens=TOKENS), rel=1e-9)
 
 
-@pytest.mark.parametrize("trainable", [("*",), ("stack.*", "tokens"), ("encoder.*",), ("stack.*", "head")], ids=str)
+@pytest.mark.parametrize("trainable", [("*",), ("encoder.*",), ("stack.*", "head")], ids=str)
 def test_an_encoder_counts_as_traced(trainable: tuple[str, ...]) -> None:
     """Keys and values of cross-attention read the encoder, whose gradients count if something in it is trained."""
     model = t5("none")
@@ -169,7 +166,7 @@ def test_an_encoder_counts_as_traced(trainable: tuple[str, ...]) -> None:
     assert flops is not None and flops.full * LENGTH == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("targets", [("*.blocks.*",), ("*.mixer.query", "*.mixer.value"), ("*.mlp.down",)])
+@pytest.mark.parametrize("targets", [("*.blocks.*",), ("*.mlp.down",)])
 def test_adapters_count_as_traced(targets: tuple[str, ...]) -> None:
     model = three(lora=LoRAConfig(rank=2, targets=targets))
     flops = flops_of(model)

@@ -124,31 +124,22 @@ def test_logits_match_numpy_and_padding_changes_nothing(rope: bool) -> None:
     ids = [jnp.asarray(np.arange(n)[None] < of[:, None], jnp.int32) for n, of in zip((13, 7), lengths.T, strict=True)]
 
     @jax.jit
-    def run(encoder_tokens: jax.Array, decoder_tokens: jax.Array):
+    def run(encoder_tokens: jax.Array, decoder_tokens: jax.Array) -> jax.Array:
         params = {path: jnp.asarray(w, jnp.float32) for path, w in weights.items()}
-
-        def total(params):
-            logits = bind(abstract, params)(decoder_tokens, None, ids[1], encoder_tokens, ids[0])
-            return jnp.sum(logits**2 * ids[1][..., None]), logits
-
-        (_, logits), gradients = jax.value_and_grad(total, has_aux=True)(params)
-        return logits, {path: grad for path, grad in gradients.items() if path not in ("tokens", "head_bias")}
+        return bind(abstract, params)(decoder_tokens, None, ids[1], encoder_tokens, ids[0])
 
     with jax.default_matmul_precision("highest"):
-        logits, gradients = run(encoder_tokens, decoder_tokens)
+        logits = run(encoder_tokens, decoder_tokens)
         changed_inputs = [
             np.where(np.asarray(mask) == 1, x, (x + 1) % WORDS)
             for x, mask in zip((encoder_tokens, decoder_tokens), ids, strict=True)
         ]
-        changed, unchanged = run(*changed_inputs)
+        changed = run(*changed_inputs)
     plain = Plain(cfg, weights)
     for row, (reads, writes) in enumerate(lengths):
         expected = plain.logits(encoder_tokens[row, :reads], decoder_tokens[row, :writes])
         np.testing.assert_allclose(logits[row, :writes], expected, atol=1e-4 * np.abs(expected).max())
         np.testing.assert_array_equal(changed[row, :writes], logits[row, :writes])
-    for path, gradient in gradients.items():
-        assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0, path
-        np.testing.assert_array_equal(gradient, unchanged[path], err_msg=path)
 
 
 def test_tables_that_do_not_fit_their_section_are_refused() -> None:
