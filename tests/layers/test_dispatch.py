@@ -129,14 +129,7 @@ def test_every_way_equals_one_device(way):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "tokens", "experts", "k", "chunks"),
-    [
-        ("gather", 4, 4, 4, 1),
-        ("ragged", 20, 4, 1, 1),
-        ("capacity", 32, 16, 5, 4),
-        ("gather", 24, 8, 2, 3),
-        ("ragged", 28, 4, 3, 7),
-        ("capacity", 8, 4, 1, 5),
-    ],
+    [("gather", 4, 4, 4, 1), ("ragged", 28, 4, 3, 7), ("capacity", 32, 16, 5, 4)],
 )
 def test_all_sizes(way, tokens, experts, k, chunks):
     """Cases are top_k of all experts, one expert a device, one token a device, and chunks."""
@@ -146,10 +139,9 @@ def test_all_sizes(way, tokens, experts, k, chunks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["gather", "capacity"])
-def test_experts_over_two_axes_and_sharded_experts_with_their_tokens(way):
+def test_experts_over_two_axes_and_sharded_experts_with_their_tokens():
     axes = ("expert", "tensor")
-    check(WAYS[way](experts=8, top_k=2, axes=axes), case(4 * 6, 8, 2), axes)
+    check(WAYS["gather"](experts=8, top_k=2, axes=axes), case(4 * 6, 8, 2), axes)
 
 
 def kept_rows(requested: np.ndarray, room: int) -> np.ndarray:
@@ -205,8 +197,7 @@ def limited(way: str, room: float, given: tuple[np.ndarray, ...], experts: int, 
     return keep, per_device
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("every", [None, 3], ids=["any", "all to one"])
+@pytest.mark.parametrize(("way", "every"), [("gather", None), ("ragged", 3), ("capacity", None)])
 def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, every):
     """A slot without a row adds nothing to y and to no gradient; counts are exact; nothing else changes."""
     experts, k, tokens = 8, 2, 4 * 13
@@ -238,11 +229,11 @@ def test_rows_travel_in_ragged_all_to_alls() -> None:
     dispatch = Ragged(experts=8, top_k=2, axes=("expert",))
 
     def local(x: jax.Array, weights: jax.Array, experts: jax.Array, dy: jax.Array) -> tuple:
-        def run(x: jax.Array, weights: jax.Array) -> jax.Array:
+        def values(x: jax.Array, weights: jax.Array) -> jax.Array:
             tokens = RoutedTokens(x, weights, experts)
             return run(dispatch, lambda sent: jnp.sin(sent.rows) * sent.weights, tokens).values
 
-        y, back = jax.vjp(run, x, weights)
+        y, back = jax.vjp(values, x, weights)
         return y, *back(dy)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)

@@ -63,7 +63,7 @@ MIXERS = (
 
 def model(lora: LoRAConfig | None = LORA) -> DecoderConfig:
     """One layer of each kind of mixer, one of experts among their MLPs."""
-    mlps = (EXPERTS, MLP, MLP, MLP, MLP)
+    mlps = (EXPERTS, MLP, None, None, None)
     blocks = [BlockConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(MIXERS, mlps, strict=True)]
     return DecoderConfig(
         hidden=16,
@@ -163,54 +163,12 @@ def test_outputs_and_gradients_equal_those_of_peft(stored: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-def test_magnitudes_scale_the_inputs_of_a_product_with_the_transposed_matrix() -> None:
-    """Steps of latent attention multiply queries by the matrix of keys in this way."""
-    settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
-    layer = matrix(settings, (5, 2, 3), (None, None, None))
-    layer.adapt(2, 1.5, 0.0, decomposed=True)
-    rng = np.random.default_rng(0)
-    for leaf in layer.leaves().values():
-        leaf[...] = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-    x = rng.normal(size=(4, 2, 3)).astype(np.float32)
-    w, a, b, change = (np.asarray(leaf[...]) for leaf in layer.leaves().values())
-    expected = np.einsum("tnh,rnh->tnr", x, merge(w, a, b, 1.5, 0, change))
-    actual = LAYOUT.dot("tnh,rnh->tnr", jnp.asarray(x), layer, None, None, None)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_outputs_of_zeros_have_finite_gradients() -> None:
     """Rows of padding in stacks are such outputs, whose norm is zero."""
     term = Decomposed(2.0, (None,))
     a, b, change = jnp.ones((3, 2)), jnp.zeros((2, 4)), jnp.zeros(4)
     factor, gradient = jax.value_and_grad(lambda change: term.factor(jnp.zeros((3, 4)), a, b, change).sum())(change)
     assert factor == 4 and np.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize(
-    ("equation", "shape", "inputs", "out"),
-    [
-        ("bsd,df->bsf", (6, 10), 1, ("batch", "seq", "mlp")),
-        ("bsd,dnh->bsnh", (6, 2, 5), 1, ("batch", "seq", "heads", "head_dim")),
-        ("bsnh,nhd->bsd", (2, 3, 10), 2, ("batch", "seq_residual", "embed")),
-        ("bsr,rnh->bsnh", (6, 5, 2), 1, ("batch", "seq", "heads", "head_dim")),
-    ],
-)
-def test_dot_equals_numpy(equation: str, shape: tuple[int, ...], inputs: int, out: tuple[str, ...]) -> None:
-    settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
-    layer = matrix(settings, shape, (None,) * len(shape), inputs=inputs)
-    layer.adapt(2, 1.5, 0.0)
-    rng, size = np.random.default_rng(0), np.prod(shape[:inputs])
-    x = rng.normal(size=(2, 4, *shape[:inputs])).astype(np.float32)
-    for leaf in layer.leaves().values():
-        leaf[...] = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-    w, a, b = (np.asarray(leaf[...], np.float64) for leaf in layer.leaves().values())
-    flat = x.reshape(8, size)
-    expected = flat @ w.reshape(size, -1) + 1.5 * (flat @ a.reshape(size, 2)) @ b.reshape(2, -1)
-    with jax.default_matmul_precision("highest"):
-        y = np.asarray(LAYOUT.dot(equation, jnp.asarray(x), layer, *out))
-    np.testing.assert_allclose(y.reshape(8, -1), expected, rtol=1e-5, atol=1e-5)
-    assert layer.leaves()[LORA_A].shape == (*shape[:inputs], 2) and layer.leaves()[LORA_B].shape == (2, *shape[inputs:])
 
 
 def test_an_equation_that_sums_over_other_dimensions_is_refused() -> None:

@@ -68,7 +68,10 @@ def rows_of_step(width: int, counts: list[int], slots: list[int], first: int) ->
     return Context(positions, jnp.zeros(1, jnp.int32), rows=rows)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    ["mamba 2", "kimi delta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba 1", "delta net"))],
+)
 def test_steps_equal_the_whole_row(name):
     """Prompts of 7 and 5 positions are read into slots that others have left, then one position after another."""
     mixer, x, slots = layer(name), inputs(0), [2, 0]

@@ -99,16 +99,6 @@ def test_rope_turns_complex_numbers():
     np.testing.assert_allclose(turned_by(rope, x, positions), rotated(x, positions, frequencies), atol=2e-5)
 
 
-def test_rope_of_bfloat16_is_computed_in_float32():
-    """At position 5001, bfloat16 would be off by up to 16 radians."""
-    rope = RopeConfig().build(8)
-    x = jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.bfloat16)
-    actual = turned_by(rope, x, np.array([[5001]], np.int32))
-    exact = rotated(np.asarray(x, np.float64), np.array([[5001]]), 10000.0 ** (-np.arange(4) / 4))
-    assert actual.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(actual, np.float32), exact, rtol=2**-7, atol=2**-7)
-
-
 LONG = [
     RopeConfig(),
     RopeConfig(base=500000.0, scaling=Llama3ScalingConfig()),
@@ -151,13 +141,6 @@ def test_interleaved_rope_rotates_neighbours():
     np.testing.assert_allclose(np.concatenate([actual[..., ::2], actual[..., 1::2]], axis=-1), turned, atol=1e-6)
 
 
-def test_interpolated_positions_are_divided():
-    x = RNG.normal(size=(1, 5, 3, 8)).astype(np.float32)
-    positions = np.arange(5, dtype=np.int32)[None]
-    actual = turned_by(RopeConfig(interpolation=4.0).build(8), x, 4 * positions)
-    np.testing.assert_allclose(actual, turned_by(RopeConfig().build(8), x, positions), atol=1e-6)
-
-
 def test_yarn_keeps_high_frequencies_and_stretches_low_ones():
     """The paper's ramp, pair by pair, over the number of turns within the original length."""
     scaling = YarnScalingConfig(factor=40.0, original=4096, fast=32.0, slow=1.0)
@@ -169,20 +152,6 @@ def test_yarn_keeps_high_frequencies_and_stretches_low_ones():
         np.testing.assert_allclose(new, before / 40 * share + before * (1 - share), rtol=1e-12)
     unrounded = RopeConfig(scaling=YarnScalingConfig(factor=40.0, rounded=False)).build(64).frequencies()
     assert 0 < np.abs(unrounded / actual - 1).max() < 0.5
-
-
-def test_yarn_scales_the_rotated_part():
-    x = RNG.normal(size=(1, 4, 2, 8)).astype(np.float32)
-    positions = np.arange(4, dtype=np.int32)[None]
-    longer = {
-        YarnScalingConfig(factor=40.0): 0.1 * np.log(40) + 1,
-        YarnScalingConfig(factor=40.0, mscale=1.0, mscale_all=1.0): 1.0,
-        YarnScalingConfig(factor=40.0, mscale=0.707, mscale_all=0.0): 0.0707 * np.log(40) + 1,
-        YarnScalingConfig(factor=0.5): 1.0,
-    }
-    for scaling, expected in longer.items():
-        actual = np.asarray(turned_by(RopeConfig(scaling=scaling).build(8), x, positions))
-        np.testing.assert_allclose(np.linalg.norm(actual), np.linalg.norm(x) * expected, rtol=1e-5)
 
 
 def test_stretched_rope_equals_llama_3_1():
@@ -213,7 +182,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"])
+@pytest.mark.parametrize("activation", EXACT)
 def test_dense_mlp(activation):
     module, w = weighted(DenseMLPConfig(ffn=20, activation=activation))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)

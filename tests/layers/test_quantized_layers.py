@@ -85,7 +85,7 @@ def logits(cfg: DecoderConfig, values: dict[str, Any], parallel: ParallelConfig 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", ["int8", "fp8_blocks", "nf4"])
 def test_every_kind_of_matrix_multiplies_like_its_dequantized_one(name: str) -> None:
     params, cfg = random_values(EVERY_LAYER), replace(EVERY_LAYER, quantization=HOW[name])
     stored, dequantized = quantized(EVERY_LAYER, HOW[name], params)

@@ -27,7 +27,7 @@ def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
 
 def loss_and_norm(stack: StackConfig | SegmentsConfig) -> list[float]:
     """The first loss with the library's own initial weights, and the norm of its gradients."""
-    program = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
+    program = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=1)
     with within(program):
         arguments = program.fresh_state()().inputs, place(program, rows()), np.float32(1)
         compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
