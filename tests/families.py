@@ -23,7 +23,6 @@ from tiny_decoders import (
     with_experts,
 )
 from tiny_encoders import (
-    GATED,
     HEADS,
     bert,
     classifier,
@@ -48,7 +47,6 @@ from tiny_runs import LENGTH, gpt, llama, pair, rows, with_block
 from megajax.batch import Batch
 from megajax.layers.norm.config import RMSNormConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.vit.config import ClassifierConfig, MeanPoolingConfig
 
 TOLERANCE = 1e-5
 """Largest relative error of a loss and of a norm, and of a gradient against the largest of its weight."""
@@ -109,8 +107,6 @@ FAMILIES: dict[str, Family] = {
     "llama": family(llama("selective")),
     "gpt": family(gpt("selective"), unseen=UNROTATED),
     "untied": family(pairs(tied=False, learned_positions=True, dropout=0.1), unseen=UNROTATED),
-    "rope": family(pairs(tied=True, learned_positions=False, dropout=0.1)),
-    "tied": family(pairs(tied=True, learned_positions=True), unseen=UNROTATED),
     "copied-heads": family(FULL_HEADS, floor=1e-3, loss=1e-6, later=1e-6),
     "windows": family(windows(), floor=1e-3, rounding=0.1),
     "latent": family(with_block(llama(), mixer=LATENT), floor=1e-3),
@@ -126,12 +122,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "experts": family(routed("losses", "biased", "drops"), balanced=True, later=1e-4),
     "experts-by-position": family(moe(ROUTERS["drops-by-position"], repeats=1), balanced=True),
-    "experts-in-turn": family(routed("drops-by-position", "sinkhorn"), balanced=True, later=1e-4),
     "mamba": family(recurrent("mamba2", "mamba2-one-group", "mamba1")),
     "delta": family(recurrent("delta-net", "delta-by-channel", "delta-one-key-head")),
     **{name: family(model, floor=1e-3, unseen=("key_norm.bias",)) for name, model in VARIANTS.items()},
     "lora": family(replace(llama(), lora=replace(LORA, dropout=0.2)), later=1e-4),
-    "lora-gpt": family(replace(gpt("selective"), lora=replace(LORA, rank_stabilized=True)), later=1e-4),
     "lora-experts": family(adapted_experts(), later=1e-4),
     "dora": family(replace(llama(), lora=replace(LORA, decomposed=True)), later=1e-4),
     **{
@@ -144,23 +138,16 @@ FAMILIES: dict[str, Family] = {
     "bert-dropout": family(bert(dropout=0.1), floor=1e-3),
     "bert-post-norm": family(normalised_after(), floor=1e-3),
     "t5": family(t5(), floor=1e-3),
-    "t5-rotary": family(positioned(rope=True), floor=1e-3),
     "t5-relative": family(positioned(rope=False), floor=1e-3),
-    "t5-lora": family(replace(t5(dropout=0.1), lora=replace(LORA, dropout=0.2)), floor=1e-3),
     **{f"classifier-{name}": family(classifier(name), read_by(name), floor=0.01) for name in (*HEADS, "decoder")},
-    "vit-mean": family(
-        vit(head=ClassifierConfig(classes=5, pooling=MeanPoolingConfig())), images, floor=1e-3
-    ),
     "vit-dropout": family(DROPPING_VIT, images, floor=1e-3),
     "clip": family(clip(), images, floor=1e-3),
     "siglip": family(siglip(), images, floor=1e-3),
     "intern": family(intern(), images, floor=1e-3),
     "segmenter": family(segmenting(), pixels, floor=1e-3),
     "llava": family(llava(), rows_with_images, floor=1e-3),
-    "llava-gated": family(replace(llava(), keep_class_tokens=True, projector=GATED), rows_with_images, floor=1e-3),
     "llava-dropout": family(DROPPING, rows_with_images, floor=1e-3),
     "qwen-vl": family(qwen(), rows_with_grids, floor=1e-3),
-    "qwen-vl-dropout": family(qwen(dropout=0.1, features=(0,)), rows_with_grids, floor=1e-3),
 }  # fmt: skip
 """Families by name. A further one, "hybrid-" and letters of tiny_decoders.BLOCKS, has these layers."""
 

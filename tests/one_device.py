@@ -197,9 +197,6 @@ llama repeats=4 micro=6 pipeline=2 context=2 tensor=2 sequence interleaved virtu
 gpt repeats=8 micro=2 pipeline=4 tensor=2 gpipe open none
 llama context=4 ring
 experts-by-position gather context=2 micro=3
-hybrid--* pipeline=2
-bert pipeline=2 data=2 tensor=2 gpipe micro=3
-intern data=2 tensor=2 sequence micro=3
 llava data=2 tensor=2 sequence micro=3
 """)
 """Cases of the default suite."""
@@ -210,91 +207,61 @@ gpt repeats=6 micro=3 pipeline=4 wait=0 layers=1,2,1,2 data=2 fsdp shards=1 mean
 gpt repeats=3 micro=3 pipeline=2 gpipe data=2 context=2 ring replicate open
 llama repeats=3 micro=6 pipeline=2 wait=0 layers=1,2 context=2 ring tensor=2 sequence replicate full open
 gpt repeats=3 micro=1 pipeline=2 gpipe layers=1,2 data=2 context=2 exchanged shards=1 full means
-gpt repeats=5 micro=6 pipeline=4 wait=0 data=2 shards=1 none open steps=3
+gpt repeats=5 micro=6 pipeline=4 wait=0 data=2 shards=1 none open steps=3 evaluated
 llama repeats=12 micro=4 pipeline=4 interleaved virtual=2 wait=0 layers=1,2,1,2,1,2,1,2 context=2 replicate full means
 gpt repeats=6 micro=6 pipeline=4 gpipe layers=1,2,1,2 tensor=2 sequence full open
 llama repeats=2 micro=3 pipeline=2 gpipe data=2 context=2 exchanged fsdp means steps=3
 gpt repeats=3 micro=1 pipeline=2 gpipe data=2 tensor=2 sequence replicate open steps=3
 llama repeats=6 micro=6 pipeline=2 gpipe virtual=2 layers=1,2,1,2 context=2 tensor=2 sequence replicate none
-rope pipeline=2 data=2
 untied pipeline=2 data=2 tensor=2 fsdp shards=1
-tied pipeline=2 tensor=4
 gpt micro=1 data=4 tensor=2 shards=2 steps=3 evaluated
-llama data=2 tensor=2 sequence fsdp steps=3 evaluated
-llama repeats=4 parts
+hybrid--* pipeline=2
 llama repeats=4 micro=4 parts pipeline=2 tensor=2
 llama repeats=4 micro=4 pairs-offloaded pipeline=2 tensor=2
 llama repeats=4 micro=4 unrolled pipeline=2 tensor=2
-llama repeats=4 micro=4 pairs context=4 ring
-llama repeats=4 micro=4 pipeline=2 tensor=2 sequence data=2 bfloat16
-float32-residual repeats=4 micro=4 pipeline=2 tensor=2 bfloat16
+float32-residual repeats=4 micro=4 pipeline=2 tensor=2 sequence data=2 bfloat16
 windows context=4 grouped bfloat16
-windows repeats=2 micro=4 pipeline=2 context=4 grouped full
 windows data=2 tensor=2 sequence context=2 exchanged rounds=2 fsdp
 latent micro=4 pipeline=2 data=2 context=2 ring rounds=2 gpipe fsdp
 smooth data=2 context=2 ring steps=3 evaluated
-smooth data=2 context=2 means
 ahead-microbatches micro=3 context=4 tensor=2 sequence
 ahead-dropout micro=3 pipeline=2 context=2 tensor=2 rounds=2
 copied-heads data=2 tensor=4 sequence fsdp steps=3 evaluated
-copied-heads pipeline=2 tensor=4
 experts gather chunks=2 data=2 expert=4 replicate micro=3
-experts ragged data=4 expert=2 fsdp full micro=3
+experts ragged data=4 expert=2 fsdp full steps=3 evaluated micro=3
 experts capacity expert=2 context=2 tensor=2 sequence micro=3
 experts ragged pipeline=2 expert=2 tensor=2 sequence whole
-experts gather data=2 expert=2 tensor=2 none steps=3 evaluated micro=3
-experts ragged data=2 expert=2 context=2 rounds=2 micro=3
-experts-in-turn gather context=2 means micro=3
-hybrid-M-*M micro=4 pipeline=2 tensor=2 data=2 sequence none
 hybrid-M-*M micro=4 pipeline=2 interleaved virtual=2 tensor=2
 hybrid-M-M*-M- micro=4 pipeline=4 gpipe layers=1,3,1,2 full
 hybrid-ddeee pipeline=2 expert=2 tensor=2 layers=3,2
 hybrid-ME*EM- data=2 context=2 expert=2 fsdp
 mamba pipeline=2 context=2 tensor=2 sequence
-mamba data=2 context=2 rounds=2 tensor=2 fsdp
 delta pipeline=2 context=2 tensor=2 sequence
-delta data=2 context=2 rounds=2 tensor=2 fsdp
 of-attention data=2 tensor=2 sequence fsdp
-of-attention pipeline=2 tensor=2
-of-others data=2 tensor=2 sequence fsdp
 of-others pipeline=2 tensor=2 context=2
-of-families data=2 tensor=2 sequence fsdp
 of-families pipeline=2 tensor=2 context=2 ring
 lora data=2 tensor=2 fsdp sequence steps=3
-lora tensor=8
 dora repeats=3 micro=4 pipeline=2 data=2 tensor=2 layers=1,2
-dora data=2 context=2 tensor=2
-lora-experts data=2 expert=2 fsdp
 lora-experts expert=2 tensor=2 whole sequence
 answers-dpo data=2 context=2 ring tensor=2 fsdp sequence
-answers-dpo pipeline=2 tensor=2
 answers-kto pipeline=2 context=2 tensor=2 means
 answers-grpo pipeline=2 context=2 tensor=2 means
-answers-gspo data=2 tensor=2 fsdp sequence
-answers-replay ragged pipeline=2 virtual=2 data=2 expert=2
 answers-replay ragged context=2 ring expert=2 tensor=2 sequence fsdp
 distilled data=2 context=2 ring tensor=2 sequence fsdp
-bert data=2 context=4 grouped means micro=3
 bert-dropout micro=3 pipeline=2 context=2 tensor=2 sequence fsdp
 bert-post-norm micro=3 data=2 tensor=2 context=2 ring
 t5 micro=3 data=2 tensor=2 sequence full
-t5-rotary micro=3 context=2 tensor=2 sequence data=2
 t5-relative micro=3 context=4 tensor=2 fsdp
-t5-lora micro=3 data=2 context=2 tensor=2 fsdp
-classifier-classes data=2 tensor=2 fsdp
-classifier-number data=2 pipeline=2
 classifier-choices data=2 pipeline=2 tensor=2 sequence
 classifier-span data=2 pipeline=2 tensor=2
 classifier-decoder data=2 tensor=2 sequence
+intern data=2 tensor=2 sequence micro=3
 clip micro=3 data=2 tensor=2 sequence full
 siglip micro=3 pipeline=2 data=2 tensor=2 sequence
 segmenter micro=3 pipeline=2 data=2 tensor=2 sequence
 vit-dropout micro=3 data=4 tensor=2 fsdp
-vit-mean micro=3 data=2 tensor=2 sequence
-llava-gated micro=3 data=2 tensor=2 sequence
 llava-dropout micro=3 data=2 tensor=2 fsdp full
 qwen-vl micro=3 data=2 tensor=2 sequence
-qwen-vl-dropout micro=3 data=4 tensor=2 fsdp full
 """)
 
 

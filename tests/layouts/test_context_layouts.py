@@ -18,7 +18,7 @@ from megajax.training.scorer import Scorer
 
 LONG = 64
 """Positions of a row: four devices have sixteen each, in two chunks of eight or four of four."""
-GATHER, RING, GROUPS = "all_gather", "ring", "ring+all_to_all"
+GATHER, RING = "all_gather", "ring"
 
 
 def on(context: int, strategy: ContextStrategy = GATHER, rounds: int = 1, **settings: Any) -> ParallelConfig:
@@ -83,13 +83,7 @@ def scored(parallel: ParallelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @pytest.mark.parametrize(
     "parallel",
-    [
-        on(4, GATHER),
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (on(4, RING, 2), on(4, GROUPS), on(4, RING, tensor=2))
-        ),
-    ],
+    [on(4, GATHER), pytest.param(on(4, RING, 2), marks=pytest.mark.slow)],
     ids=lambda p: f"{p.context_strategy}-{p.context_rounds}-tensor{p.tensor}",
 )
 def test_changing_a_document_leaves_the_losses_of_others_bit_equal(parallel: ParallelConfig) -> None:
@@ -103,11 +97,3 @@ def test_changing_a_document_leaves_the_losses_of_others_bit_equal(parallel: Par
     assert sum(len(chunks) > 1 for chunks in places) >= 5, "documents have to cross borders of chunks"
     unsplit = scored(ONE)[0]
     np.testing.assert_allclose(before, unsplit, rtol=1e-5)
-
-
-def test_the_documents_of_the_rows_cross_chunks() -> None:
-    """This keeps the comparison meaningful: rows have documents of one token, and some longer than a chunk."""
-    segments = long_rows()["segment_ids"]
-    sizes = [np.bincount(row) for row in segments]
-    assert min(map(min, sizes)) == 1 and max(len(row) for row in sizes) >= 4
-    assert {len(row) for row in sizes} >= {1, 2, 3}

@@ -9,14 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from tiny_runs import (
-    LENGTH,
-    ONE,
-    QUICK,
-    VOCABULARY,
-    build_program,
-    llama,
-)
+from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, llama
 
 from megajax.batch import Leaf
 from megajax.job.notebook import set_up

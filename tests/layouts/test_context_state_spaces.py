@@ -41,17 +41,9 @@ CASES = [
     ("mamba 2", *ROUNDS, True),
     ("mamba 1", *SHORT, True),
     ("delta net", *ROUNDS, True),
-    ("short convolution", *SHORT, True),
-    ("lightning", *ROUNDS, True),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("mamba 2", *SHORT, False),
-            ("mamba 1", *ROUNDS, False),
-            ("mamba 2, one group", *ROUNDS, False),
-            ("delta net", *SHORT, False),
-        )
-    ),
+    pytest.param("short convolution", *SHORT, True, marks=pytest.mark.slow),
+    pytest.param("lightning", *ROUNDS, True, marks=pytest.mark.slow),
+    pytest.param("mamba 2, one group", *ROUNDS, False, marks=pytest.mark.slow),
 ]
 
 

@@ -29,7 +29,6 @@ SHAPE = (LAYERS, EXPERTS, HIDDEN, FFN)
 SPEC = ParamSpec("up", SHAPE, AXES, Normal(1.0), "weight", "up", tuple(range(LAYERS)))
 PARALLEL = {
     "expert 2": ParallelConfig(expert=2, data=2, tensor=2),
-    "expert 4": ParallelConfig(expert=4, data=2),
     "two groups": ParallelConfig(expert=2, data=4, shards=2),
     "four groups": ParallelConfig(expert=2, data=4, shards=1),
 }

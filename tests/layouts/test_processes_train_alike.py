@@ -16,10 +16,6 @@ from megajax.job.job import train
 LAYOUTS = {
     "zero1": (2, ["--parallel.data=2"]),
     "pipeline": (2, ["--parallel.data=1", "--parallel.pipeline=2"]),
-    "context2-tensor2": (
-        4,
-        ["--parallel.data=1", "--parallel.context=2", "--parallel.tensor=2", "--parallel.context_strategy=ring"],
-    ),
     "groups": (
         4,
         ["--parallel.data=4", "--parallel.data_sharding=fsdp", "--parallel.shards=2", "--model.recompute=full"],
@@ -69,11 +65,6 @@ def test_two_processes_with_one_device_each(start, tmp_path, alone):
     check(run(start, 2, "pipeline", tmp_path / "run", "--evaluation.at_end=false", *observers), alone)
     events, log = tmp_path / "run" / "events.jsonl", tmp_path / "run" / "on_event.log"
     assert wait_until(lambda: log.read_text() == events.read_text())
-
-
-@pytest.mark.slow
-def test_four_processes_with_one_device_each(start, tmp_path, alone):
-    check(run(start, 4, "context2-tensor2", tmp_path / "run"), alone)
 
 
 @pytest.mark.slow

@@ -62,18 +62,10 @@ def gradients(program: Program, weights: Mapping[str, np.ndarray]) -> dict[str, 
     ("parallel", "quantization", "lora"),
     [
         (ONE, NF4, LORA),
-        pytest.param(ONE, QuantizationConfig(weights="int8"), LORA, marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(data=2, pipeline=2), NF4, LORA, marks=pytest.mark.slow),
         pytest.param(SHARDED, NF4, DORA, marks=pytest.mark.slow),
         pytest.param(SHARDED, TILES, LORA, marks=pytest.mark.slow),
     ],
-    ids=[
-        "nf4",
-        "int8",
-        "nf4, pipeline",
-        "nf4, dora, fsdp and tensor",
-        "fp8_blocks, fsdp and tensor",
-    ],
+    ids=["nf4", "nf4, dora, fsdp and tensor", "fp8_blocks, fsdp and tensor"],
 )
 def test_gradients_equal_those_beside_dequantized_matrices(
     parallel: ParallelConfig, quantization: QuantizationConfig, lora: LoRAConfig
