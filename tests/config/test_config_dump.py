@@ -51,7 +51,7 @@ runs = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(run=runs)
 def test_yaml_loads_back_equal(run, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "round_trip.yaml"

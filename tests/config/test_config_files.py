@@ -95,12 +95,6 @@ def test_an_error_in_the_file_has_its_line(folder, text, message):
     assert message in refusal("bad.py")
 
 
-def test_an_edited_file_is_read_again(folder):
-    assert run("mini_124m").steps == 500
-    (folder / "configs" / "mini_124m.py").write_text(BASE.replace("500", "600"))
-    assert run("mini_124m").steps == 600
-
-
 def test_a_file_may_import_files_of_its_folder(folder):
     child = (
         "import mini_124m as base\nfrom dataclasses import replace\n"
@@ -171,7 +165,7 @@ def test_yaml_over_a_base(folder):
     assert "is based on itself" in refusal("loop.yaml")
 
 
-ALIASES = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}]\n" for x, y in pairwise("abcdefghijklmnopqrst"))
+ALIASES = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}]\n" for x, y in pairwise("abcdefghijklmnopqr"))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +178,7 @@ ALIASES = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}]\n" for x, y in pai
         ("steps: " + ":".join(["59"] * 50_000) + ".5", "line 1: a number of 150001 characters"),
         ("steps: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("steps: " + "9" * 5000, "a number of 5000 characters"),
-        (ALIASES, "bad.yaml: refused: 4,194,281 entries, at most 100,000 are read"),
+        (ALIASES, "bad.yaml: refused: 1,048,555 entries, at most 100,000 are read"),
         ("- 1\n", "expected settings, name: value; got list"),
         ("steps: !!python/object/apply:os.system [exit]\n", "could not determine a constructor for the tag"),
         ("steps: ${HOME}\n", "steps: expected a whole number, got '${HOME}'"),

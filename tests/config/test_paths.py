@@ -48,15 +48,6 @@ def test_urls_of_stores() -> None:
     assert not any(map(store_url, others))
 
 
-def test_the_advice_follows_from_the_scheme() -> None:
-    advice = {text: url_problem(f"{text}://a/b") for text in ("s3", "https", "file")}
-    assert [hint for _, hint in filter(None, advice.values())] == [
-        "mount the bucket and give the path there",
-        "download it and give the path",
-        "write /a/b",
-    ]
-
-
 def test_every_field_that_is_a_path_says_so() -> None:
     classes = {*config_classes(RunConfig), *config_classes(GenerationConfig), *(cls for cls, _ in KINDS.values())}
     paths, others = set(), set()
@@ -114,21 +105,13 @@ def test_a_config_of_python_is_checked_too() -> None:
 TRAIN = ["--config=quickstart.py"]
 DOORS: dict[str, tuple[Any, list[str]]] = {
     "run_dir": (train, [*TRAIN, "--run_dir=s3://b/x"]),
-    "checkpoint.load": (train, [*TRAIN, "--checkpoint.load=hdfs://b/x"]),
-    "checkpoint.weights": (train, [*TRAIN, "--checkpoint.weights=[{run: 'az://b/x'}]"]),
-    "checkpoint.local": (train, [*TRAIN, "--checkpoint.local={every: 1, folder: 's3://b/x'}"]),
-    "data": (train, [*TRAIN, "--data.type=BlendConfig", "--data.paths=s3://b/x"]),
-    "tokenizer": (train, [*TRAIN, "--tokenizer.type=HuggingFaceTokenizerConfig", "--tokenizer.path=s3://b/x"]),
-    "cache": (train, [*TRAIN, "--xla.compile_cache_dir=s3://b/x"]),
     "generate": (generate, ["--run=hdfs://b/x", "--prompt=a"]),
-    "generate --hf": (generate, ["--hf=s3://b/x", "--prompt=a"]),
     "generate --output": (generate, ["--run=a", "--prompts=p", "--output=s3://b/x"]),
     "serve": (serve, ["--adapter=s3://b/x"]),
     "evaluate": (evaluate, ["--run=hdfs://b/x"]),
     "evaluate --output": (evaluate, ["--run=a", "--output=s3://b/x"]),
     "convert --from": (convert, ["--from=hf:s3://b/x", "--to=a"]),
     "convert --to": (convert, ["--from=a", "--to=s3://b/x"]),
-    "convert --average": (convert, ["--average=a,az://b/x", "--to=a"]),
     "launch --log-dir": (launch, ["--processes=1", "--log-dir=s3://b/x", "--", "true"]),
     "launch --beats": (launch, ["--processes=1", "--beats=s3://b/x", "--", "true"]),
     "report": (report, ["s3://b/x"]),

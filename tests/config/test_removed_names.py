@@ -3,7 +3,6 @@
 import pytest
 from user_errors import user_error
 
-from megajax import train
 from megajax.config import ConfigError, field_types, load, removed
 from megajax.config.removed import REMOVED
 from megajax.report import main as report
@@ -15,12 +14,6 @@ SENTENCE = "was removed: the moon pulls well enough (tides=True)"
 def table(monkeypatch):
     names = ("BatchConfig.tide", "tide_table", "TideConfig", "RopeConfig.moon")
     monkeypatch.setattr(removed, "REMOVED", dict.fromkeys(names, SENTENCE))
-
-
-def test_a_setting_on_the_command_line():
-    with user_error("batch.tide", kind=ConfigError) as error:
-        train.main(["--config=quickstart.py", "--batch.tide=3"])
-    assert f"batch.tide: {SENTENCE}" in str(error.value) and error.value.code == 2
 
 
 def test_a_setting_of_one_class():

@@ -64,22 +64,11 @@ def test_a_missing_config_gets_a_hint(source, hint, tmp_path, monkeypatch):
 def test_every_size_has_its_own_twin_and_run_folder(file):
     names = sizes(file)
     assert names and {f"{name}_debug" for name in names} <= set(functions_of(SHIPPED / file))
-    configs = {name: load(f"{file}:{name}") for name in [*names, *(f"{name}_debug" for name in names)]}
-    assert {name: cfg.run_dir for name, cfg in configs.items()} == {name: f"runs/{name}" for name in configs}
-    assert load(file) in configs.values() and load(f"{file}:debug") == load(twin_of(f"{file}:{default(file)}"))
-    for name in names:
-        load(f"{file}:{name}_debug", devices=8)
-
-
-def default(file: str) -> str:
-    return load(file).run_dir.removeprefix("runs/")
-
-
-def test_gpt3_needs_no_prepared_data():
-    cfg = load("gpt3.py")
-    assert (type(cfg.data).__name__, type(cfg.tokenizer).__name__) == ("StandardLibraryConfig", "ByteTokenizerConfig")
-    for devices in (1, 2, 4, 8):
-        load("gpt3.py", devices=devices)
+    configs = {name: load(f"{file}:{name}") for name in names}
+    twins = {f"{name}_debug": load(f"{file}:{name}_debug", devices=8) for name in names}
+    assert all(cfg.run_dir == f"runs/{name}" for name, cfg in (configs | twins).items())
+    default = next(name for name, cfg in configs.items() if cfg == load(file))
+    assert load(f"{file}:debug", devices=8) == twins[twin_of(f"{file}:{default}").partition(":")[2]]
 
 
 def test_twins_of_a_file():

@@ -71,7 +71,6 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
          ["got None\n      write batch=mj.BatchConfig(...)", "model: "]),
         ("def config(): return mj.RunConfig(1, 2)", [f"line {LINE}: RunConfig takes its settings by name, 2 given"]),
         ("def config(): return good(optimizer=mj.AdamWConfig)", ["this is the class: write mj.AdamWConfig(...)"]),
-        ("def config(): return good(model=mj.llama3)", ["this is the function: write mj.llama3(...)"]),
         ("def config(): return good(data=(mj.MockConfig(),))", ["makes it a tuple: remove the comma"]),
         ("def config(): return good(optimizer='adam')", ["did you mean AdamWConfig?"]),
         ("def config(): return good(optimizer=mj.ScheduleConfig())",
@@ -85,13 +84,9 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         ("def config(): return good(parallel=ParallelConfig())",
          ["write mj.ParallelConfig, with import megajax as mj"]),
         ("from megajax import BlndConfig", ["did you mean BlendConfig?"]),
-        ("def config(): return good(data=mj.BlndConfig())",
-         [f"line {LINE}: AttributeError: ", "did you mean BlendConfig?"]),
         ("del mj\ndef config(): return mj.RunConfig()", ["import megajax as mj"]),
         ("def config(): return mj.RunConfig(modl=1).modl",
          [f"line {LINE}: RunConfig has no setting modl", "needs data"]),
-        ("def config(): return good(steps=[][1])",
-         [f"line {LINE}: IndexError: list index out of range\n    def config"]),
         ("raise SystemExit(3)", ["the file ends the program (exit code 3)"]),
         ("config = good()",
          ["config is a RunConfig, not a function\n    write def config(): return mj.RunConfig(...)"]),
@@ -158,16 +153,15 @@ WRONG = (
 
 
 def test_no_value_at_any_place_raises():
-    """Each place is tried with the next two values."""
+    """Each place is tried with the next value."""
     base = load("quickstart.py")
     ramp = BatchConfig(global_size=16, micro_size=2, ramp=LinearRampConfig(start=8, increment=4, samples=100))
     values = itertools.cycle(WRONG)
     failures = {}
     for name, set_value in places(replace(base, optimizer=MuonConfig(), batch=ramp), lambda config: config):
-        for _ in range(2):
-            value = next(values)
-            config, problems = assemble(RunConfig, set_value(value), {}, 8)
-            assert (config is None) <= bool(problems), name
-            if errors := [problem for problem in problems if "cannot be checked" in problem.message]:
-                failures[name, repr(value)[:20]] = errors
+        value = next(values)
+        config, problems = assemble(RunConfig, set_value(value), {}, 8)
+        assert (config is None) <= bool(problems), name
+        if errors := [problem for problem in problems if "cannot be checked" in problem.message]:
+            failures[name, repr(value)[:20]] = errors
     assert failures == {}

@@ -61,13 +61,12 @@ def test_wrong_products_are_named_with_their_device(monkeypatch):
     assert before_run.matmul()[:2] == ("fail", "wrong products on devices 2 (float32), 2 (bfloat16)")
 
 
-@pytest.mark.parametrize("dropped", [13, 16])
-def test_products_in_fewer_bits_are_wrong(dropped, monkeypatch):
-    """float32 without its last bits: TF32, and bfloat16."""
+def test_products_in_fewer_bits_are_wrong(monkeypatch):
+    """float32 without its last bits, as TF32 is."""
     device_put_before = jax.device_put
 
     def device_put(x, device):
-        bits = np.asarray(x, np.float32).view(np.uint32) >> dropped << dropped
+        bits = np.asarray(x, np.float32).view(np.uint32) >> 13 << 13
         return device_put_before(jnp.asarray(bits.view(np.float32), x.dtype), device)
 
     monkeypatch.setattr(before_run.jax, "device_put", device_put)
@@ -110,13 +109,12 @@ def test_a_slow_link_and_differing_clocks_are_warnings(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_process_whose_own_part_fails_still_takes_part(failing, monkeypatch, tmp_path):
+def test_a_process_whose_own_part_fails_still_takes_part(monkeypatch, tmp_path):
     """If it did not, the others would wait in a collective that it has skipped."""
 
     def part(work):
         def or_error(*arguments):
-            if threading.current_thread().name == str(failing):
+            if threading.current_thread().name == "1":
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
             return work(*arguments)
 
@@ -130,9 +128,9 @@ def test_a_process_whose_own_part_fails_still_takes_part(failing, monkeypatch, t
     monkeypatch.setattr(before_run.jax, "make_array_from_callback", part(jax.make_array_from_callback))
     monkeypatch.setattr(before_run, "compare_sums", lambda *_: ok("exact"))
     results = together(2, run)
-    assert results[failing]["host to device"][0] == results[failing]["all-reduce"][0] == "fail"
-    assert results[1 - failing]["host to device"][0] == "ok"
-    assert results[1 - failing]["all-reduce"][1].startswith(f"not run: process {failing}: JaxRuntimeError: RESOURCE")
+    assert results[1]["host to device"][0] == results[1]["all-reduce"][0] == "fail"
+    assert results[0]["host to device"][0] == "ok"
+    assert results[0]["all-reduce"][1].startswith("not run: process 1: JaxRuntimeError: RESOURCE")
 
 
 def test_memory_errors_of_gpus_are_failures(monkeypatch):

@@ -6,20 +6,18 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from megajax.machine import before_run, device_trial, examine, gpu_checks, host_checks, known_faults
+from megajax.machine import device_trial, examine, gpu_checks, host_checks, known_faults
 from megajax.machine.check import STAGES, Check, CommandOutput, Machine, fail, ok, run_checks, warn
 from megajax.processes.installation import Installation
-from megajax.processes.peers import Peers
 
 NEEDS = {"megajax": ["jax>=0.11.2", "orbax-checkpoint<0.13,>=0.12.4", "tiktoken; extra == 'tokenizers'"]}
 INSTALLED = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "orbax-checkpoint": "0.12.8"}
 GIB, MIB = 2**30, 2**20
-GPU = {
-    **{"name": "NVIDIA H100", "capability": "9.0", "memory_total": 80 * GIB, "memory_used": 4 * MIB},
-}
+GPU = {**{"name": "NVIDIA H100", "capability": "9.0", "memory_total": 80 * GIB, "memory_used": 4 * MIB}}
 
 
 class FakeMachine(Machine):
@@ -79,11 +77,8 @@ CASES = (
     (host_checks.compiler_flags, machine(XLA_FLAGS="--xla_a=1", run=out(code=1, err="boom")), "fail", "code 1: boom"),
     (host_checks.platforms, machine(gpu_files=8), "ok", "may choose"),
     (host_checks.platforms, machine(gpu_files=8, JAX_PLATFORMS="cpu"), "fail", "JAX_PLATFORMS=cpu with 8 GPUs"),
-    (host_checks.platforms, machine(gpu_files=8, JAX_PLATFORMS="cuda,cpu"), "ok", "cuda"),
     (host_checks.platforms, machine(JAX_PLATFORMS="cuda"), "fail", "with no GPUs"),
-    (host_checks.platforms, machine(JAX_PLATFORMS="cpu"), "ok", "cpu"),
     (host_checks.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES=""), "fail", "shows 0 of 8"),
-    (host_checks.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES="0,1"), "warn", "shows 2 of 8"),
     (host_checks.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES="0,9,1"), "warn", "shows 1 of 8"),
     (host_checks.processes, machine(gpu_files=8), "ok", "start 8, with one GPU each and NCCL_LAUNCH_ORDER_IMPLICIT=1"),
     (host_checks.processes, machine(gpu_files=8), "ok", "drive 8 GPUs, with NCCL_LAUNCH_MODE=GROUP"),
@@ -119,7 +114,6 @@ CASES = (
     (gpu_checks.health, with_gpus(GPU | {"memory_used": 40 * GIB}), "warn", "GPU 0: memory in use 40.0 GiB"),
     (gpu_checks.links, with_gpus(GPU, GPU), "ok", "NVLink between all 2 GPUs"),
     (gpu_checks.links, with_gpus(GPU, GPU, without_nvlink=("0-1",)), "warn", "no NVLink"),
-    (gpu_checks.links, with_gpus(GPU, GPU, GPU, without_nvlink=("0-2",)), "warn", "without NVLink: 0-2"),
     (gpu_checks.links, with_gpus(GPU), None, ""),
 )
 TRIED = (
@@ -246,12 +240,6 @@ def test_wrong_results_fail(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(run(), "fail", "3")
 
 
-def test_wrong_products_and_sums_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_run.np, "array_equal", lambda a, b: False)
-    check(before_run.matmul(), "fail", "wrong products on devices 0 (float32), 1 (float32)")
-    check(before_run.all_reduce(Peers("test")), "fail", "wrong sums over 8 devices")
-
-
 def test_a_non_finite_result_has_an_infinite_error() -> None:
     assert device_trial.relative_error(np.array([np.nan]), np.array([1.0])) == np.inf
 
@@ -300,6 +288,8 @@ def test_a_stage_that_fails_as_a_known_fault_does_has_its_cure() -> None:
 
 
 def test_operations_outside_of_jit_are_compared_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = jax.local_devices()[:2]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
     check(device_trial.eager(), "ok", f"{len(device_trial.EAGER)} operations as in numpy, one by one and compiled")
     wrong = {"sqrt": lambda xp: xp.sqrt(xp.full(3, 512.0)) * (0 if xp is device_trial.jnp else 1)}
     monkeypatch.setattr(device_trial, "EAGER", wrong)
@@ -321,13 +311,7 @@ class Nccl:
     [
         ("7f00 r-xp 00:00 /usr/lib/libc.so.6\n", 0, {}, None, ""),
         ("7f00 r-xp 00:00 /v/nccl/lib/libnccl.so.2\n" * 3, 23203, {"nvidia-nccl-cu12": "2.32.3"}, "ok", "NCCL 2.32.3"),
-        (
-            "1 /v/libnccl.so.2\n",
-            23007,
-            {"nvidia-nccl-cu12": "2.30.7"},
-            "warn",
-            "2.30.7: the first collective hangs",
-        ),
+        ("1 /v/libnccl.so.2\n", 23007, {"nvidia-nccl-cu12": "2.30.7"}, "warn", "2.30.7: the first collective hangs"),
         ("1 /opt/libnccl.so.2\n", 22903, {"nvidia-nccl-cu12": "2.32.3"}, "warn", "is not the installed one"),
         ("1 /v/libnccl.so.2\n2 /opt/libnccl.so.2.29.3\n", 23203, {}, "fail", "several are loaded: NCCL 2.32.3"),
     ],

@@ -77,14 +77,14 @@ def test_lists_of_layers_are_in_a_separate_file_that_is_rewound(
 def test_files_become_heat_maps(tmp_path: Path, step: Callable[..., StepRecord]) -> None:
     metrics, layers = tmp_path / "metrics.jsonl", tmp_path / "layers.jsonl"
     with Writers([JsonlWriter(metrics), LayersWriter(layers)]) as writers:
-        for number in range(1, 1001):
-            load = [1.0, 2 + (number == 500), np.nan]
-            writers.log(step(number, measured=reports(load, tokens=[[3, 1], [2, 2]]), detailed=number == 1000))
+        for number in range(1, 501):
+            load = [1.0, 2 + (number == 250), np.nan]
+            writers.log(step(number, measured=reports(load, tokens=[[3, 1], [2, 2]]), detailed=number == 500))
     columns = LayerColumns()
     for line in map(json.loads, metrics.read_text().splitlines()):
         columns.add(line)
     load, tokens = columns.history(layers).heat_maps()  # No map of `dropped`, which is always 0.
-    assert (load.title, load.rows, load.first, load.last) == ("load", ("1", "3", "predictions.0"), 0.5, 1000.5)
+    assert (load.title, load.rows, load.first, load.last) == ("load", ("1", "3", "predictions.0"), 0.5, 500.5)
     assert len(load.values[0]) == 400 and max(load.values[1]) == 3 and np.isnan(load.values[2]).all()
     assert tokens.rows == ("1", "3") and tokens.values == [[1.5, 0.5], [1, 1]]
     assert plot_layers(metrics, layers, tmp_path / "layers.png") == f"layers: {tmp_path / 'layers.png'}"
@@ -146,12 +146,6 @@ def test_the_reward_is_drawn_if_there_is_one(tmp_path, step, monkeypatch):
     )
     (series,) = charts[0].series
     assert (series.name, [*series.x], [*series.y]) == ("train reward", [1, 3], [0.25, 0.75])
-
-
-def test_one_step_is_enough_for_a_picture(tmp_path, step):
-    pytest.importorskip("matplotlib")
-    write_run(tmp_path / "metrics.jsonl", 1, step)
-    assert plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny").startswith("loss curve")
 
 
 def test_a_note_without_matplotlib_or_steps(tmp_path, monkeypatch, step):

@@ -14,38 +14,12 @@ from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits, OverBudget
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
-from megajax.metrics.trace_summary import (
-    KernelCalls,
-    KernelRun,
-    find_trace,
-    merge_intervals,
-    parse_profile,
-    read_trace,
-    summarize,
-    total_length,
-)
+from megajax.metrics.trace_summary import KernelCalls, KernelRun, find_trace, parse_profile, read_trace, summarize
 from megajax.tools import trace as tool
 
 
 def event(name: str, begin: float, end: float, communicates: bool = False) -> KernelRun:
     return KernelRun(name, begin * 1e6, end * 1e6, communicates)
-
-
-def test_communication_without_concurrent_kernels_is_exposed():
-    first = [event("dot", 0, 4), event("nccl", 3, 6, True), event("dot", 7, 9), event("add", 8, 10)]
-    second = [event("dot", 0, 10), event("nccl", 2, 4, True)]
-    per_step = summarize([first, second], steps=1, top=2)
-    assert (per_step.busy, per_step.idle) == pytest.approx((9.5, 0.5))
-    assert (per_step.communication, per_step.exposed) == pytest.approx((2.5, 1.0))
-    assert [(kernel.name, kernel.milliseconds) for kernel in per_step.kernels] == [("dot", 8.0), ("nccl", 2.5)]
-    assert per_step.kernels[0].share == pytest.approx(16 / 23)
-    half = summarize([first, second], steps=2, top=2)
-    assert half.busy == pytest.approx(per_step.busy / 2)
-
-
-def test_intervals():
-    assert merge_intervals([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert total_length(merge_intervals([])) == 0
 
 
 @pytest.mark.parametrize("text", ["3", "0:2", "5:4", "x", "1:2:3", ""])

@@ -156,12 +156,6 @@ def test_lines_of_figures_never_wrap(step, width):
     assert "tokens/s/device" not in screen[0], "most of the first step's time is compilation"
 
 
-def test_long_messages_break_between_words():
-    console, terminal = live(40)
-    console.say("memory of the compiled step: 91.5 MiB a device (state and batch 10.9 MiB)")
-    assert terminal.screen() == ["memory of the compiled step: 91.5 MiB a", "device (state and batch 10.9 MiB)"]
-
-
 def test_release_erases_the_bar_of_a_process_that_exits_immediately(step, tmp_path):
     with (tmp_path / "terminal").open("w") as file:
         console = LiveConsole(total_steps=9, console=rich.console.Console(file=file, force_terminal=True, width=80))

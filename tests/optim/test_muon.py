@@ -65,7 +65,7 @@ def test_the_matrices_of_a_model_s_stack_are_orthogonalised():
     assert set(state["first_moment"]) == set(state["second_moment"]) == set(declared) - set(state["momentum"])
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
 @pytest.mark.parametrize(
     ("settings", "low", "high"),
     [
@@ -105,7 +105,7 @@ def test_scales():
     assert [scale(MuonConfig(scale="unit_rms_norm"), *size) for size in ((16, 64), (64, 16))] == [2, 0.5]
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("nesterov", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_three_updates_equal_those_of_numpy(nesterov):
     rng, cfg = np.random.default_rng(2), MuonConfig(nesterov=nesterov, weight_decay=0.1, momentum=0.9)
     params = {path: rng.normal(size=s.shape).astype(np.float32) for path, s in DECLARED.items()}

@@ -100,14 +100,6 @@ def test_bias_corrections_are_exact_from_the_first_step():
     assert float(weight_so_far(0.0, jnp.float32(1))) == 1
 
 
-def test_moments_start_at_zero_in_the_shapes_of_the_weights():
-    state = AdamWConfig().build(DECLARED).init(random(np.random.default_rng(2)))
-    assert set(state) == {"count", "first_moment", "second_moment"}
-    for name in ("first_moment", "second_moment"):
-        assert {path: moment.shape for path, moment in state[name].items()} == {p: s.shape for p, s in DECLARED.items()}
-        assert all(moment.dtype == jnp.float32 and not moment.any() for moment in state[name].values())
-
-
 def test_undeclared_weights_are_refused():
     optimizer, params = AdamWConfig().build(DECLARED), random(np.random.default_rng(3))
     del params["gain"]

@@ -97,14 +97,6 @@ def test_failed_saves(fake_run: Callable) -> None:
     assert row_status.count(("bad", "save failed")) == 3
 
 
-def test_a_crash_after_a_failed_save_is_a_crash(fake_run: Callable) -> None:
-    run = fake_run()
-    run.attempt(0, 30)
-    run.event("save_failed", step=30, why=FULL, failures=1, next="goes on")
-    run.fails("crash", process=0, error="ValueError: no more rows", phase="data_wait", step=34, exit_code=1)
-    assert endings(run) == ["crashed in data wait of step 34: ValueError: no more rows"]
-
-
 def test_no_progress_over_restarts(fake_run: Callable) -> None:
     run = fake_run()
     run.config(20)
@@ -242,17 +234,6 @@ def test_goodput_summary_and_fields(fake_run: Callable) -> None:
         "effective": 0.88106, "elapsed_seconds": 113.5, "effective_seconds": 100.0, "attempts": 1,
         "lost_seconds": {"setup": 3.5, "compiling": 10.0},
     }  # fmt: skip
-
-
-def test_replicas_that_differ(fake_run: Callable) -> None:
-    run = fake_run()
-    run.processes = 2
-    run.attempt(0, 20)
-    run.event("replica_mismatch", step=20, processes=[1], weight="stack.mlp.up")
-    run.event("numeric_fault", message="after step 20, device 3 (process 1) holds other bytes", exit_code=17)
-    run.ended(17, "numeric_fault", "after step 20, device 3 (process 1) holds other bytes")
-    (attempt,) = attempts(read_history(run.folder.path))
-    assert attempt.ending == "after step 20, device 3 (process 1) holds other bytes" and attempt.exit_code == 17
 
 
 def test_watchdogs_blame_a_process(fake_run: Callable) -> None:

@@ -64,18 +64,6 @@ def test_processes_on_machines_with_other_clocks(fake_run: Callable) -> None:
         assert attempt.ending.startswith("hang: process 1 in data wait of step 11")
 
 
-def test_a_run_that_resumes_on_another_machine(fake_run: Callable) -> None:
-    run = fake_run()
-    run.attempt(0, 10, save=10)
-    run.event("end", step=10)
-    run.ended(0, "done", "done", step=10)
-    run.now += 100.0
-    run.boot = "0the2000"
-    run.attempt(10, 20)
-    first, second = attempts(read_history(run.folder.path))
-    assert second.begin - first.end == pytest.approx(100.0)
-
-
 def test_lines_with_invalid_times_or_numbers_beyond_float64_are_skipped(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 5)

@@ -93,24 +93,6 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
     assert runs[-1].end == pytest.approx(run.now)
 
 
-def test_attempts_of_one_step_are_compiling(fake_run: Callable) -> None:
-    """The time of a first step is compilation: a run that restarts at every step makes little progress."""
-    run = fake_run()
-    for first in range(4):
-        run.attempt(first, first + 1)
-    run.attempt(4, 6)
-    shares = run.seconds()
-    assert shares["steps"] == 6 * 0.5 and shares["compiling"] == 5 * 10.0
-
-
-def test_a_killed_attempt_lasts_to_its_last_logged_step(fake_run: Callable) -> None:
-    run = fake_run()
-    run.attempt(0, 40)
-    runs = attempts(read_history(run.folder.path))
-    assert runs[0].end == pytest.approx(run.now) and runs[0].exit_code is None
-    assert "still running" in runs[0].ending
-
-
 def test_numeric_faults_end_with_their_code(fake_run: Callable) -> None:
     run = fake_run()
     run.config(20)
@@ -123,19 +105,6 @@ def test_numeric_faults_end_with_their_code(fake_run: Callable) -> None:
     assert dict(rows(summary, "The run"))["non-finite losses"] == "2: step 7 (inf), step 8 (nan)"
     assert dict(rows(summary, "The run"))["skipped updates"] == "2"
     assert ("train loss", "nan") in [(name, value) for name, value, _ in summary.figures]
-
-
-def test_incomplete_lines_are_skipped_and_reported(fake_run: Callable) -> None:
-    run = fake_run()
-    run.attempt(0, 6)
-    for file in (run.folder.metrics, run.folder.events):
-        file.write_text(file.read_text() + '{"step": 7, "loss": 2.', encoding="utf-8")
-    summary = run.summary()
-    assert [fault for fault in summary.faults if "incomplete" in fault] == [
-        "metrics.jsonl: 1 incomplete line skipped",
-        "events.jsonl: 1 incomplete line skipped",
-    ]
-    assert ("steps", "6") in [(name, value) for name, value, _ in summary.figures]
 
 
 @pytest.mark.parametrize("remaining", [{"metrics.jsonl"}, {"events.jsonl"}, {"config.yaml"}])
