@@ -136,12 +136,11 @@ def answered(merged: dict[str | None, Engine], asked: list[Client]) -> list[Clie
     return clients
 
 
-@pytest.mark.parametrize("blocks", [pytest.param(64, marks=pytest.mark.slow), 14])
 def test_rows_of_different_adapters_in_the_same_steps(
-    slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn], blocks: int
+    slots: Programs, merged: dict[str | None, Engine], adapters: dict[str, Drawn]
 ) -> None:
     """Rows are preempted, and only requests of one adapter share the blocks of equal prompts."""
-    engine = engine_of(slots, 3, blocks)
+    engine = engine_of(slots, 3, blocks=14)
     for name, adapter in adapters.items():
         load(engine, name, adapter)
     names = [None, "a", "b"] * 3
@@ -149,7 +148,7 @@ def test_rows_of_different_adapters_in_the_same_steps(
     asked += [client(PROMPT, name) for name in names]
     serve(engine, *asked)
     statistics = engine.statistics()
-    assert (statistics.preemptions_total > 2) == (blocks == 14)
+    assert statistics.preemptions_total > 2
     assert statistics.shared_tokens_total > 0
     demand_same(asked, answered(merged, asked))
     tokens = {one.answer.tokens for one in asked[9:]}
@@ -285,7 +284,7 @@ def test_beams_scores_of_prompts_and_embeddings(
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *((name, {}) for name in ("latent", "mixture", "window, sinks, gate", "mamba 1", "mamba 2")),
+        *((name, {}) for name in ("latent", "mixture", "mamba 1")),
         *(("gpt", {"tensor": 2}), ("nemotron-h", {"data": 2})),
     ],
 )

@@ -61,65 +61,7 @@ def test_a_beam_of_all_answers_finds_the_best_ones(length_penalty: float) -> Non
             assert math.isclose(answer.score, score, rel_tol=1e-12)
 
 
-def test_one_beam_is_greedy() -> None:
-    for seed in range(20):
-        model, tokens = Table(seed), ()
-        while len(tokens) < LIMIT and END not in tokens:
-            tokens = (*tokens, int(model(tokens).argmax()))
-        best = search(model, BeamSearch(beams=1, limit=LIMIT, end_tokens=frozenset({END}))).best(1)
-        assert best[0].tokens == tokens
-
-
 def test_forbidden_end_tokens_are_not_chosen() -> None:
     for seed in range(10):
         result = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, end_tokens=frozenset({END})), forbidden_until=2)
         assert all(len(answer.tokens) > 2 and END not in answer.tokens[:2] for answer in result.finished)
-
-
-def test_answers_equal_those_of_transformers() -> None:
-    """32 settings on a model that is a table of the last two tokens. Neither library is among our dependencies."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    ids, limit = 40, 10
-
-    class Model(transformers.PreTrainedModel, transformers.GenerationMixin):
-        config_class = transformers.PretrainedConfig
-        main_input_name = "input_ids"
-
-        def __init__(self, table: np.ndarray):
-            super().__init__(transformers.PretrainedConfig(vocab_size=ids, is_encoder_decoder=False))
-            self.table = torch.nn.Parameter(torch.tensor(table, dtype=torch.float32))
-
-        def forward(self, input_ids: object, **_: object) -> object:
-            logits = self.table[input_ids] + self.table.roll(1, 0)[torch.roll(input_ids, 1, -1)]
-            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
-
-        def prepare_inputs_for_generation(self, input_ids: object, **_: object) -> dict:
-            return {"input_ids": input_ids}
-
-    settings = itertools.product((2, 4), (0.0, 0.6, 1.0, 2.0), ((0,), (0, 5)), (0, 3))
-    for number, (beams, penalty, end_tokens, least) in enumerate(settings):
-        table = np.random.default_rng(number).normal(size=(ids, ids)) * 1.3
-        table[:, list(end_tokens)] += 1.5
-        model = Model(table)
-        prompt = torch.tensor([[3, 7]])
-        out = model.generate(
-            prompt, num_beams=beams, num_return_sequences=beams, max_new_tokens=limit, do_sample=False, use_cache=False,
-            length_penalty=penalty, early_stopping=False, eos_token_id=list(end_tokens), pad_token_id=end_tokens[0],
-            min_new_tokens=least or None, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
-
-        def top(tokens: tuple[int, ...], count: int, model: Model = model) -> list[tuple[int, float]]:
-            with torch.no_grad():
-                logits = model(torch.tensor([[3, 7, *tokens]])).logits[0, -1]
-            values, order = torch.log_softmax(logits, -1).topk(count)
-            return list(zip(order.tolist(), values.tolist(), strict=True))
-
-        search = BeamSearch(beams=beams, limit=limit, end_tokens=frozenset(end_tokens), length_penalty=penalty)
-        while not search.complete:
-            forbidden = search.end_tokens if len(search.running[0].tokens) < least else ()
-            search.advance([top(beam.tokens, search.candidate_count) for beam in search.running], forbidden)
-        for row, score, answer in zip(out.sequences, out.sequences_scores, search.best(beams), strict=True):
-            theirs = row[2:].tolist()
-            assert tuple(theirs[: len(answer.tokens)]) == answer.tokens, (number, theirs, answer)
-            assert math.isclose(float(score), answer.score, rel_tol=1e-4)

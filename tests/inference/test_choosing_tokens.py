@@ -1,22 +1,11 @@
 """The sampler against a numpy version of each setting, closed forms, and itself on several devices."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from megajax.config.bounds import rules
-from megajax.inference.sampling.choose import (
-    Choosing,
-    Drawing,
-    Edits,
-    RowSampling,
-    choose,
-    keep_mask,
-    mask_disallowed,
-)
+from megajax.inference.sampling.choose import Choosing, Drawing, Edits, RowSampling, choose, keep_mask
 from megajax.inference.sampling_settings import NUMBERS
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.config import ParallelConfig
@@ -198,19 +187,6 @@ def test_scores_are_those_of_the_model_without_settings() -> None:
     np.testing.assert_allclose(result.listed[:, :2], logprobs[:, [5, 60]], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "setting", [{"top_p": 1e-9}, {"top_p": 1e-50}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}]
-)
-def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> None:
-    logits, rows, tokens = everything(np.random.default_rng(4))
-    allowed = rows.edits.allowed
-    rows = RowSampling(drawing(**setting), edits(allowed=allowed))
-    result = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, tokens)
-    bits = (allowed[:, np.arange(IDS) // 32] >> (np.arange(IDS, dtype=np.uint32) % 32) & 1).astype(bool)
-    greedy = np.where(bits, logits, -np.inf)[:, :SIZE].argmax(1)
-    np.testing.assert_array_equal(result.token, greedy)
-
-
 @pytest.mark.parametrize("edge", ["at_least", "at_most"])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_the_edges_of_a_repetition_penalty_keep_ids_that_are_not_allowed_out(edge: str, temperature: float) -> None:
@@ -225,30 +201,6 @@ def test_the_edges_of_a_repetition_penalty_keep_ids_that_are_not_allowed_out(edg
     )
     result = CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, rows, tokens)
     np.testing.assert_array_equal(result.token, np.arange(ROWS))
-
-
-def test_a_huge_temperature_draws_uniformly() -> None:
-    logits, _, tokens = everything(np.random.default_rng(5))
-    samples = draws(200, logits, RowSampling(drawing(temperature=1e6), edits()), tokens)
-    counts = np.bincount(samples.reshape(-1), minlength=SIZE)
-    expected = samples.size / SIZE
-    assert len(counts) == SIZE
-    assert ((counts - expected) ** 2 / expected).sum() < SIZE + 4 * np.sqrt(2 * SIZE)
-
-
-def test_seeds_and_numbers_of_tokens_change_the_draw() -> None:
-    """Each half of the seed, and the number of the token, changes the draw; the same values repeat it."""
-    logits, _, tokens = everything(np.random.default_rng(11))
-    logits[:] = 0
-
-    def token(seed: tuple[int, int], number: int) -> list[int]:
-        settings = drawing(seed=np.full((ROWS, 2), seed), number=number)
-        first = RowSampling(settings, edits())
-        return np.asarray(CHOOSE(LAYOUT, SIZE, Choosing.FULL, TOP, logits, first, tokens * 0).token).tolist()
-
-    every = [token((high, low), number)[0] for high in range(4) for low in range(4) for number in range(4)]
-    assert len(set(every)) > 25
-    assert len(set(token((1, 2), 3))) == 1
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
@@ -340,11 +292,3 @@ def test_noise_does_not_depend_on_padding() -> None:
         CHOOSE(LAYOUT, SIZE, Choosing.SAMPLED, TOP, array, RowSampling(rows.drawing)).token for array in (logits, wide)
     )
     np.testing.assert_array_equal(first, second)
-
-
-def test_masks_cover_ids_without_a_bit() -> None:
-    """Ids past the last word of a mask are not allowed."""
-    x = jax.jit(partial(mask_disallowed, shard=VocabularyShard(0, 40, ())))(
-        jnp.zeros((1, 40)), jnp.full((1, 1), 6, "uint32")
-    )
-    assert np.flatnonzero(np.isfinite(x[0])).tolist() == [1, 2]

@@ -67,7 +67,6 @@ def demand_pooled(asked: list[tuple[Client, Pooling]], prompts: list[list[int]],
     ("name", "sizes"),
     [
         pytest.param("llama", {"tensor": 2}, id="tensor"),
-        pytest.param("llama", {"data": 2, "tensor": 2}, id="replicas", marks=pytest.mark.slow),
         pytest.param("mamba 2", {}, id="mamba", marks=pytest.mark.slow),
     ],
 )

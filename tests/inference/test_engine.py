@@ -1,6 +1,5 @@
 """Requests through the engine on a device without a model: answers, ends, errors, counts."""
 
-import random
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -109,14 +108,6 @@ def test_max_tokens_is_limited_to_the_longest_row_and_to_the_pool() -> None:
     assert len(client.answer.tokens) == 6
 
 
-def test_replicas_share_the_load() -> None:
-    engine = Engine(StandIn(replicas=3, rows=2))
-    for number in range(6):
-        engine.submit(Client([number], max_tokens=9).request)
-    assert [len(scheduler.waiting) for scheduler in engine.schedulers] == [2, 2, 2]
-    serve(engine)
-
-
 @pytest.mark.parametrize(
     ("busy", "chosen"),
     [
@@ -138,19 +129,6 @@ def test_a_request_goes_to_the_replica_that_knows_its_prompt(busy: tuple[int, in
         scheduler.running += [Row(order=(-1, number), tokens=[1], limit=2) for number in range(rows)]
     engine.submit(Client(prompt).request)
     assert [first.load - busy[0], second.load - busy[1]] == [1 - chosen, chosen]
-
-
-def test_prompts_with_a_prefix_are_computed_where_it_is_known() -> None:
-    """Four conversations on four replicas, in any order: each prefix is computed once in all."""
-    engine, draw = Engine(StandIn(rows=8, replicas=4, block=4)), random.Random(1)
-    heads, turns = [[number] * 20 for number in range(4)], [0, 1, 2, 3] * 5
-    for head in heads:
-        engine.submit(Client([*head, 9], max_tokens=2).request)
-    serve(engine)
-    draw.shuffle(turns)
-    for turn in turns:
-        serve(engine, Client([*heads[turn], 8, draw.randrange(50)], max_tokens=2))
-    assert sum(scheduler.prompt_tokens for scheduler in engine.schedulers) == 4 * 21 + 20 * 2
 
 
 def test_end_of_text_and_stop_tokens() -> None:
@@ -210,14 +188,6 @@ def test_seeds() -> None:
     assert len(set(answers(11))) == 3
     assert answers(11, n=1) == answers(11)[:1]
     assert answers(None) == answers(None) != answers(None, engine_seed=6)
-
-
-def test_choices_share_the_prompt() -> None:
-    client = Client(list(range(40)), max_tokens=5, n=4)
-    engine = Engine(StandIn())
-    serve(engine, client)
-    assert [answer.tokens for answer in client.answers()] == [tuple(expected(range(40), 5))] * 4
-    assert engine.statistics().shared_tokens_total == 3 * 36
 
 
 def test_requests_share_the_cache_with_those_of_their_salt() -> None:
@@ -289,15 +259,6 @@ def test_the_best_of_aborted_answers_have_tokens() -> None:
     assert [(answer.finish, len(answer.tokens) > 0) for answer in client.answers()] == [("abort", True)] * 2
 
 
-def test_scores_of_tokens() -> None:
-    clients = [Client([1, 2], max_tokens=3, logprobs=count) for count in (2, None)]
-    serve(Engine(StandIn()), *clients)
-    scored, plain = (client.answer for client in clients)
-    for token, score in zip(scored.tokens, scored.scores, strict=True):
-        assert score.token == token and score.rank == 1 and len(score.top) == 2 and score.top[0][0] == token
-    assert plain.scores == ()
-
-
 @pytest.mark.parametrize("blocks", [64, 13])
 def test_scores_of_the_prompt_are_complete_and_come_first(blocks: int) -> None:
     """The prompt may be in the cache, and the row may be preempted within its prompt."""
@@ -312,12 +273,6 @@ def test_scores_of_the_prompt_are_complete_and_come_first(blocks: int) -> None:
         assert [score.logprob for score in scores[1:] if score] == [-at / 8 for at in range(1, 40)]
         assert client.answers()[1].prompt_scores == ()
         assert next(piece for piece in client.pieces if piece.choice == 0).prompt_scores
-
-
-def test_only_the_scores_of_the_prompt() -> None:
-    client = Client([number % 50 for number in range(64)], max_tokens=0, prompt_logprobs=1)
-    serve(Engine(StandIn(length=64)), client)
-    assert client.answer.tokens == () and client.answer.finish == "length" and len(client.answer.prompt_scores) == 64
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:
     [
         pytest.param(LLAMA, {}, id="llama"),
         pytest.param(LLAMA, {"data": 2, "tensor": 2}, id="replicas", marks=pytest.mark.slow),
-        pytest.param(MODELS["mamba 2"], {}, id="mamba", marks=pytest.mark.slow),
     ],
 )
 def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int], compiled: list[str]) -> None:
@@ -109,8 +108,6 @@ def test_rollouts_have_the_log_probabilities_of_the_trainer(llama: LoadedModel, 
     [
         pytest.param("mamba 2", {}, id="mamba 2"),
         pytest.param("mamba 1", {"data": 2, "tensor": 2}, id="replicas", marks=pytest.mark.slow),
-        pytest.param("nemotron-h", {}, id="hybrid", marks=pytest.mark.slow),
-        pytest.param("delta net", {}, id="delta net", marks=pytest.mark.slow),
     ],
 )
 def test_prompts_that_begin_from_a_state(name: str, sizes: dict[str, int]) -> None:
@@ -130,11 +127,10 @@ def test_prompts_that_begin_from_a_state(name: str, sizes: dict[str, int]) -> No
     demand_equal(answers[0], answers[2])
 
 
-@pytest.mark.parametrize("kernel", ["tiled", pytest.param("reference", marks=pytest.mark.slow)])
-def test_blocks_behind_windows_are_freed(kernel: str) -> None:
+def test_blocks_behind_windows_are_freed() -> None:
     """Three rows of 32 tokens in nine blocks of 4: without windows they take 24."""
     model = loaded(WINDOWS, {})
-    compiled = programs_of(model, choosers(VOCABULARY)[:1], chunks=(0, CHUNK), blocks=9, kernel=kernel)
+    compiled = programs_of(model, choosers(VOCABULARY)[:1], chunks=(0, CHUNK), blocks=9)
     device = ModelDevice(compiled, VOCABULARY)
     assert device.window == 5
     assert ModelDevice(programs_of(loaded(MODELS["segments"], {}), (), blocks=9), VOCABULARY).window is None

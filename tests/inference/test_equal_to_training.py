@@ -157,11 +157,7 @@ def test_an_engine_has_the_bits_of_its_run() -> None:
 
 
 CASES = [
-    Case(),
-    *(Case(mixture, "bfloat16") for mixture in (False, True)),
-    Case(sizes=(("data", 1), ("tensor", 2))),
     Case(True, "bfloat16", sizes=(("data", 1), ("tensor", 2))),
-    Case(compute="bfloat16", sizes=(("data", 2), ("tensor", 2))),
     Case(sizes=(("data", 2), ("tensor", 2), ("data_sharding", "fsdp"))),
 ]
 
@@ -184,10 +180,9 @@ def test_layouts_dtypes_and_models_have_equal_bits(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_short_rows_have_equal_bits(compute: str) -> None:
+def test_short_rows_have_equal_bits() -> None:
     """A microbatch of two rows has the fewest tokens that are summed in the same order."""
-    case = Case(compute=compute, length=TILE // 2)
+    case = Case(compute="bfloat16", length=TILE // 2)
     _, state = program(case)
     answers = sampled(engine_of(case, state.inputs, chunk=case.length), most=12, prompts=(3, 11, 20))
     demand_equal(case, state.inputs, answers)

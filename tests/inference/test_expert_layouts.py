@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from flax import nnx
 from test_engine import Client, demand_equal, serve
 from test_programs import LENGTH, MODELS, VOCABULARY
 
-from megajax.inference.assembly import engine_of_run, engine_refusal, make_engine
+from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
 from megajax.inference.engine import Engine
 from megajax.layers.context import Context
@@ -26,7 +25,6 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.sharding_rules import Plan
 from megajax.models.presets.llama import llama3
-from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 SETTINGS = InferenceConfig(rows=2, chunk=8, block=4, cache_tokens=3 * LENGTH, compute="float32")
@@ -61,8 +59,6 @@ def answers_of_one_device(name: str) -> list[Client]:
     ("name", "sizes"),
     [
         ("mixture", {"expert": 2, "tensor": 2}),
-        pytest.param("mixture", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek", {"expert": 4}, marks=pytest.mark.slow),
         pytest.param("deepseek", {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -77,25 +73,6 @@ def test_answers_of_sharded_experts_are_those_of_one_device(name: str, sizes: di
     demand_equal(answers(engine, prompts()), answers_of_one_device(name))
     # One replica works, the others are idle.
     demand_equal(answers(engine, prompts()[:1]), answers_of_one_device(name)[:1])
-
-
-@pytest.mark.slow
-def test_the_engine_of_a_run_shards_experts() -> None:
-    """`run.generate` uses this engine."""
-    model = loaded(MODELS["mixture"], {"expert": 2, "tensor": 2})
-    assert engine_refusal(model.cfg, model.mesh) is None
-    engine = engine_of_run(
-        SimpleNamespace(model=model.cfg, precision=PrecisionConfig(compute="float32")),
-        model.weights,
-        model.mesh,
-        {},
-        ByteTokenizerConfig().build(),
-        InferenceConfig(rows=2, cache_tokens=3 * LENGTH),
-        end_tokens=(),
-        length=LENGTH,
-        queue=64,
-    )
-    demand_equal(answers(engine, prompts()), answers_of_one_device("mixture"))
 
 
 @pytest.mark.slow

@@ -46,13 +46,6 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_an_answer_is_shown() -> None:
-    generator, text = session()
-    generator.answer("abc")
-    assert text.getvalue() == answer_to("abc") + "\n"
-    assert "6 tokens of answers" in generator.statistics()
-
-
 def test_images_come_first_or_at_their_markers(tmp_path: Path) -> None:
     pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
     Image.fromarray(pixels).save(tmp_path / "a.png")

@@ -28,14 +28,9 @@ PIECES = [*(bytes((value,)) for value in range(END)), b"", *(word.encode() for w
 GUIDES = Guides(lambda: PIECES, [END], whitespace=True)
 
 SCHEMAS: dict[str, Any] = {
-    "types": {"type": ["string", "integer", "null"]},
-    "lengths": {"type": "string", "minLength": 2, "maxLength": 4},
     "number": {"type": "number", "minimum": -2.5, "maximum": 1000},
-    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
-    "empty": {"type": "array", "maxItems": 0},
     "enum": {"enum": ["a", "ab", 1.5, None, True, {"k": [1]}, 'é"\n']},
     "const": {"const": {"b": [], "a": {"x": 1}}},
-    "any of": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": 0}, "maxItems": 4}]},
     "all of": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 40, "multipleOf": 7}]},
     "optional": {
         "type": "object",
@@ -60,16 +55,11 @@ SCHEMAS: dict[str, Any] = {
         "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
         "$ref": "#/$defs/tree",
     },
-    "integers": {"type": "integer", "minimum": -12, "exclusiveMaximum": 1050},
     "pattern": {"type": "string", "pattern": '^[a-z"\\\\é\\n]{1,3}(-\\d\\d)?$'},
     "search": {"type": "string", "pattern": "x+"},
     "date": {"type": "string", "format": "date"},
     "anything": {},
-    "any value": True,
-    "any object": {"type": "object"},
 }  # fmt: skip
-
-SUM = Grammar('start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/')
 
 
 def allowed(state: Guided) -> list[int]:
@@ -127,58 +117,26 @@ def test_documents_are_valid(name: str) -> None:
         jsonschema.validate(document, schema, format_checker=jsonschema.FormatChecker())
 
 
-def test_a_mask_holds_exactly_the_tokens_whose_bytes_may_follow() -> None:
-    """Against the bytes of every token alone, in all states of a walk; tokens of equal bytes are all allowed."""
-    state, text = GUIDES(SCHEMAS["more"]), b'{"ab":1,"z":true,"q'
-
-    def may_follow(piece: bytes) -> bool:
-        after = state
-        for value in piece:
-            if value not in allowed(after):
-                return False
-            after = after.after(value)
-        return True
-
-    for token in text:
-        one_by_one = [
-            number
-            for number, piece in enumerate(PIECES)
-            if (state.complete if number == END else piece and may_follow(piece))
-        ]
-        assert allowed(state) == one_by_one
-        state = state.after(token)
-
-
 @pytest.mark.parametrize(
     ("guide", "text", "valid"),
     [
         ({"type": "integer"}, "-0", True),
         ({"type": "integer"}, "01", False),
-        ({"type": "integer"}, "1.0", False),
-        ({"type": "number"}, "1.", False),
         ({"type": "number"}, "-1.5e+07", True),
         ({"type": "string", "maxLength": 1}, '"\U0001f600"', True),
         ({"type": "string", "maxLength": 1}, '"ab"', False),
         ({"type": "string"}, '"\\ud800"', False),
-        ({"type": "string"}, '"\n"', False),
-        ({"type": "string"}, '"\\x"', False),
         ({"const": '\n"'}, '"\\n\\""', True),
         (SCHEMAS["optional"], '{"b":true,"c":""}', True),
         (SCHEMAS["optional"], '{"c":"","b":true}', False),
-        (SCHEMAS["optional"], '{"a":1}', False),
         (SCHEMAS["optional"], '{,"b":true}', False),
         (SCHEMAS["more"], '{"ab":1,"z":true,"abc":false}', True),
         (SCHEMAS["more"], '{"ab":1,"z":true,"a":false}', False),
-        (SCHEMAS["recursive"], "[[],[[],[]]]", True),
         (SCHEMAS["recursive"], "[[],[],[]]", False),
         ({"type": "null"}, "null" + " " * 24, False),
         ({"type": "array"}, "[" + " " * 24 + "]", True),
         ({"type": "array"}, "[" + " " * 25 + "]", False),
         ({}, "[" * 17 + "]" * 17, True),
-        (SUM, "1+22+3", True),
-        (SUM, "1+", False),
-        (Grammar('start: "(" start ")" | "x"'), "((x))", True),
-        (Grammar('start: "(" start ")" | "x"'), "((x)", False),
         (Grammar('root ::= "(" root ")" | [a-c]'), "((b))", True),
         (Grammar('root ::= "(" root ")" | [a-c]'), "((d))", False),
     ],
@@ -195,29 +153,18 @@ def test_texts(guide: Any, text: str, *, valid: bool) -> None:
         ({"type": "string", "maxLenght": 3}, "/maxLenght is no keyword: did you mean maxLength?"),
         ({"properties": {"a": {"anyOf": [{"itens": {}}]}}}, "/properties/a/anyOf/0/itens is no keyword"),
         ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "minimum (3) is equal to exclusiveMaximum (3)"),
-        ({"type": "integer", "minimum": "3"}, "'minimum', got \"3\""),
         ({"type": "string", "pattern": "\\b"}, "not supported"),
         ({"$ref": "#/$defs/a"}, "'/$defs/a' does not exist"),
-        ({"$ref": "https://example.org"}, "not present"),
-        ({"type": "text"}, "Invalid type: text"),
-        ({"type": "array", "minItems": 3, "maxItems": 2}, "minItems (3) is greater than maxItems (2)"),
-        ({"type": "string", "maxLength": -1}, "'maxLength', got -1"),
-        ({"type": "boolean", "enum": [1]}, "Unsatisfiable"),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "'a' is unsatisfiable"),
         (False, "schema is false"),
-        ([], "must be an object or boolean"),
         ("(a", "regular expression"),
-        ("[z-a]", "regular expression"),
-        ("\\1", "regular expression"),
         ("(?=a)b", "regular expression"),
         ("a\\", "ends within an escape"),
-        ("(" * 60, "regular expression"),
         ({"const": b""}, "neither a JSON schema nor a regular expression"),
         ({"const": "\ud800"}, "unexpected end of hex escape"),
         ("\ud800", "neither a JSON schema nor a regular expression"),
         (Grammar("start: a"), "grammar: "),
         (Grammar('%llguidance {"no_forcing": false}\nstart: "a"'), "grammar: has a line of options"),
-        (Grammar('root ::= "a'), "grammar: "),
         (Grammar('root ::= "\\'), "grammar: "),
         (Grammar("root ::= a"), "grammar: Rule 'a' not found"),
         (Grammar('a ::= "b"'), "grammar: No 'root' rule found"),
@@ -251,24 +198,6 @@ def test_guides_that_are_too_large_are_refused() -> None:
         GUIDES({"const": deep})
     with pytest.raises(UserError, match="recursion limit"):
         GUIDES({"const": json.loads("[" * 900 + "]" * 900)})
-
-
-def test_a_token_outside_the_guide_is_refused() -> None:
-    with pytest.raises(ValueError, match="token 65 does not follow the guide"):
-        GUIDES({"type": "boolean"}).after(65)
-
-
-def test_regular_expressions_match_like_those_of_python() -> None:
-    """Random texts of a small alphabet."""
-    draw = np.random.default_rng(0)
-    texts = ["".join(draw.choice([*"abcdx1.é@] -\nA_"], draw.integers(0, 7)).tolist()) for _ in range(150)]
-    for pattern in (
-        "a|bc*", "(ab|a)(c|bcd)?", "[a-c]{2,3}x?", "[^a]b", "\\d+(\\.\\d{1,2})?", "(a*)*b", "(?:x|é)+", "[a\\-c]",
-        "\\x41", ".*", "a{0}", "[\\s\\d]", "", "(|a)b", "x+?1", "[\\]a-]",
-    ):  # fmt: skip
-        compiled = re.compile(pattern)
-        for text in texts:
-            assert matches(pattern, text) == bool(compiled.fullmatch(text)), (pattern, text)
 
 
 def test_equal_guides_share_a_state() -> None:

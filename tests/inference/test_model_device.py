@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from compiled_steps import CHUNK, loaded, programs_of
-from test_engine import Client, demand_equal, serve
+from test_engine import Client, serve
 from test_programs import HEADS, ROPE, decoder
 
 from megajax.inference.admission import AnswerRules
@@ -185,25 +185,6 @@ def test_a_guided_request_writes_a_document(programs: Programs) -> None:
         assert list(document) == ["a", "b"] and document["a"] in (1, 22) and document["b"] in (True, False)
 
 
-@pytest.mark.slow
-def test_replicas_and_a_sharded_vocabulary_change_nothing(programs: Programs) -> None:
-    """Two replicas of two devices each: the tokens, ranks and prompt scores of one device."""
-
-    def requests() -> list[Client]:
-        return [
-            Client(prompt, max_tokens=8, seed=number, ignore_eos=True, **settings)
-            for number, (prompt, settings) in enumerate(zip(prompts() * 2, SETTINGS * 2, strict=True))
-        ]
-
-    sharded_model = loaded(decoder(replace(HEADS, rope=ROPE)), {"data": 2, "tensor": 2})
-    sharded = programs_of(sharded_model, choosers(VOCABULARY), blocks=18)
-    unsharded_clients, four = requests(), requests()
-    serve(Engine(ModelDevice(programs, VOCABULARY), AnswerRules(end_tokens=[END])), *unsharded_clients)
-    serve(Engine(ModelDevice(sharded, VOCABULARY), AnswerRules(end_tokens=[END])), *four)
-    demand_equal(unsharded_clients, four, atol=1e-4)
-    assert any(client.answer.prompt_scores for client in unsharded_clients)
-
-
 @pytest.mark.parametrize(
     ("settings", "program"),
     [
@@ -225,11 +206,7 @@ def test_the_first_program_that_supports_a_row(settings: dict[str, Any], program
 
 
 def test_one_program_for_all_rows_if_steps_are_invariant() -> None:
-    assert [chooser.program for chooser in choosers(9)] == [
-        Choosing.GREEDY,
-        Choosing.SAMPLED,
-        Choosing.FULL,
-    ]
+    assert [chooser.program for chooser in choosers(9)] == [Choosing.GREEDY, Choosing.SAMPLED, Choosing.FULL]
     assert [chooser.program for chooser in choosers(9, invariant=True)] == [Choosing.FULL]
 
 

@@ -197,7 +197,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "gpt-oss": {"expert": 2, "tensor": 2},
     "tied, norms over all heads": {"tensor": 2},
 }
-QUICK = ("window, sinks, gate", "mamba 2")
+QUICK = ("window, sinks, gate",)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,3 @@ def test_steps_have_no_capacity() -> None:
     assert np.abs(run(capacity, False) - every).max() > 0.1
     np.testing.assert_array_equal(run(capacity, True), every)
     assert replace(free, dispatch=DispatchConfig(room=1.0)).decoding() == free
-
-
-@pytest.mark.slow
-def test_bfloat16_has_the_likeliest_tokens_of_the_trainer() -> None:
-    model = loaded(MODELS["gpt-oss"], {})
-    model = replace(model, weights=jax.tree.map(lambda w: w.astype("bfloat16"), model.weights))
-    expected = whole_logits(model, tokens_of(model))
-    for place, logits in steps_of(model, "bfloat16"):
-        assert logits[:VOCABULARY].argmax() == expected[place].argmax()

@@ -55,14 +55,13 @@ def buffers(weight: Any) -> set[int]:
     [
         pytest.param("llama", {}, id="llama"),
         pytest.param("llama", {"data": 2, "tensor": 4}, id="copied heads", marks=pytest.mark.slow),
-        pytest.param("nemotron-h", {}, id="states", marks=pytest.mark.slow),
     ],
 )
 def test_refitted_engines_equal_new_ones_and_compile_nothing(
     name: str, sizes: dict[str, int], compiled: list[str]
 ) -> None:
     cfg, whole = MODELS[name], NamedSharding(layout_of(**sizes)[1], PartitionSpec())
-    states = [jax.device_put(dict(loaded(cfg, {}, seed).weights), whole) for seed in range(3)]
+    states = [jax.device_put(dict(loaded(cfg, {}, seed).weights), whole) for seed in range(2)]
     parallel = ParallelConfig(**{"data": 1, "data_sharding": "replicate", **sizes})
     precision = PrecisionConfig(compute="float32")
     models = [model_on_mesh(cfg, state, parallel, whole.mesh, precision, {}) for state in states]
@@ -75,14 +74,14 @@ def test_refitted_engines_equal_new_ones_and_compile_nothing(
         array.delete()
     demand_equal(answers(engine), wanted[1])
     compiled.clear()
-    engine.refit(states[2])
-    demand_equal(answers(engine), wanted[2])
+    engine.refit(states[0])
+    demand_equal(answers(engine), wanted[0])
     assert compiled == []
-    engine.refit(states[2], shared=True)
-    demand_equal(answers(engine), wanted[2])
+    engine.refit(states[0], shared=True)
+    demand_equal(answers(engine), wanted[0])
     programs: Any = engine.device.programs
     if not sizes:
-        assert len({arrays["tokens"].unsafe_buffer_pointer() for arrays in (programs.weights, states[2])}) == 1
+        assert len({arrays["tokens"].unsafe_buffer_pointer() for arrays in (programs.weights, states[0])}) == 1
 
 
 @pytest.mark.slow
@@ -186,6 +185,7 @@ def test_sleep_releases_the_arrays_of_the_devices(level: int) -> None:
 def test_an_engine_without_weights_sleeps_until_it_has_some() -> None:
     first, second = loaded(LLAMA, {}), loaded(LLAMA, {}, seed=1)
     engine, arrays = engine_of(first), dict(second.weights)
+    before = answers(engine)
     engine.sleep(level=2)
     with pytest.raises(UserError, match="has no weights: call refit"):
         engine.wake()
@@ -204,7 +204,7 @@ def test_an_engine_without_weights_sleeps_until_it_has_some() -> None:
         engine.refit(lambda: {**layers_apart(first).weights, "other": arrays[sorted(arrays)[0]]})
     engine.refit(lambda: layers_apart(first).weights)
     engine.wake()
-    demand_equal(answers(engine), answers(engine_of(first)))
+    demand_equal(answers(engine), before)
     for level in (0, 3):
         with pytest.raises(UserError, match="the level of sleep is 1 or 2"):
             engine.sleep(level=level)

@@ -45,12 +45,6 @@ def test_only_optional_numbers_may_be_none(name: str) -> None:
     assert wrong(**{name: None}) == ([] if NoneType in kinds(NUMBERS[name]) else [name])
 
 
-def test_defaults_fractions_and_numbers_of_answers() -> None:
-    assert wrong() == wrong(temperature=1) == []
-    assert wrong(max_tokens=1.5) == ["max_tokens"]
-    assert (Sampling(n=3).choices(), Sampling(n=2, best_of=5).choices()) == (3, 5)
-
-
 @pytest.mark.parametrize(
     ("name", "valid_value", "invalid_value"),
     [

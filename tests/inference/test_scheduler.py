@@ -119,17 +119,6 @@ def test_random_loads() -> None:
     assert sum(load.scheduler.shared_tokens for load in loads) > 500
 
 
-def test_few_blocks_many_long_rows() -> None:
-    """All finish with the tokens of a row alone; the oldest is never preempted."""
-    device = StandIn(rows=8, chunk=8, block=4, blocks=12)
-    scheduler = Scheduler(BlockPool(12, 4), rows=8, chunk=8, tile=8)
-    rows = [row(number, [number, 1, 2], 48) for number in range(8)]
-    made(scheduler, device, rows)
-    for number, item in enumerate(rows):
-        assert item.tokens[3:] == expected([number, 1, 2], 45)
-    assert rows[0].preempted == 0 < scheduler.preemptions
-
-
 def test_lower_priorities_are_admitted_first_and_preempted_last() -> None:
     device = StandIn(rows=2, chunk=8, tile=4, block=4, blocks=12)
     scheduler = Scheduler(BlockPool(12, 4), rows=2, chunk=8, tile=4)
@@ -215,16 +204,6 @@ def test_a_long_prompt_and_the_short_ones_behind_it_do_not_wait_for_each_other()
     assert {item.order[0]: count for item, _, count in second.prompts} == {0: 16, 1: 16}
 
 
-def test_rows_with_scored_prompts_compute_the_whole_prompt_and_are_shared() -> None:
-    device, prompt = StandIn(chunk=8, block=4), list(range(20))
-    scheduler = Scheduler(BlockPool(64, 4), rows=4, chunk=8, tile=8)
-    made(scheduler, device, [row(0, prompt, 22)])
-    made(scheduler, device, [row(1, prompt, 22, unscored=True)])
-    assert scheduler.prompt_tokens == 40 and scheduler.shared_tokens == 0
-    made(scheduler, device, [row(2, prompt, 22)])
-    assert scheduler.shared_tokens == 16
-
-
 def test_the_least_recently_used_contents_are_overwritten() -> None:
     pool = BlockPool(2, 4)
     first, second = (pool.digest(b"", tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]))
@@ -241,57 +220,8 @@ def test_the_least_recently_used_contents_are_overwritten() -> None:
     check_pool(pool, [1, 1])
 
 
-def test_a_block_has_only_its_owners() -> None:
-    pool = BlockPool(1, 4)
-    block = pool.allocate()
-    with pytest.raises(IndexError):
-        pool.allocate()
-    pool.release(block)
-    with pytest.raises(ValueError, match="no owner"):
-        pool.release(block)
-
-
 def test_an_impossible_row_is_refused() -> None:
     scheduler = Scheduler(BlockPool(4, 4), rows=2, chunk=8, tile=8)
     assert scheduler.fits(16) and not scheduler.fits(17)
     with pytest.raises(ValueError, match="5 blocks for 17 tokens, the pool has 4"):
         scheduler.add(row(0, [1], 17))
-
-
-def test_paused_rows_give_way_and_are_not_admitted_in_vain() -> None:
-    """Two rows of one request that need each other's tokens, and a pool for one of them."""
-    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(BlockPool(4, 4), rows=2, chunk=8, tile=8)
-    rows = [row(0, [1, 2, 3], 16), row(1, [4, 5, 6], 16)]
-    for item in rows:
-        scheduler.add(item)
-    for _ in range(1000):
-        step = scheduler.next()
-        check(scheduler)
-        assert step is not None
-        for (item, computed), _ in zip(step.parts(), device.run([step])[0], strict=True):
-            item.paused = computed == len(item.tokens)
-        if all(item.paused for item in rows):
-            for item in rows:
-                item.tokens.append(expected(item.tokens, 1)[0])
-                item.paused = False
-        if len(rows[0].tokens) == 16:
-            break
-    assert [item.tokens[3:] for item in rows] == [expected([1, 2, 3], 13), expected([4, 5, 6], 13)]
-
-
-def test_a_copy_shares_the_full_blocks() -> None:
-    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(BlockPool(16, 4), rows=2, chunk=8, tile=8)
-    first = row(0, list(range(10)), 16)
-    scheduler.add(first)
-    for _ in range(2):
-        step = scheduler.next()
-        assert step is not None
-        device.run([step])
-    first.tokens.append(expected(first.tokens, 1)[0])
-    copy = scheduler.fork(first, (0, 1))
-    copy.tokens[-1] = 49
-    step = scheduler.next()
-    assert step is not None and step.prompts == [(copy, 8, 3)]
-    assert copy.blocks[:2] == first.blocks[:2] and copy.blocks[2] != first.blocks[2]
-    device.run([step])
-    check(scheduler)

@@ -112,7 +112,7 @@ def comparable(answers: list[list[Output]]) -> list[list[Output]]:
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few blocks", "many blocks"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_loads_have_the_answers_of_steps_without_drafts(seed: int, few: bool) -> None:
     """The device checks that all rows, and those that share their blocks, read their own tokens."""
     draw = random.Random(seed)
@@ -232,10 +232,7 @@ LLAMA = decoder(replace(HEADS, rope=ROPE))
     ("name", "sizes"),
     [
         ("window, sinks, gate", {}),
-        *(
-            pytest.param(name, {}, marks=pytest.mark.slow)
-            for name in ("gpt", "llama", "latent", "mamba 1", "mamba 2", "delta net")
-        ),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("latent", "mamba 1", "delta net")),
         pytest.param("nemotron-h", {"tensor": 4}, marks=pytest.mark.slow),
     ],
 )

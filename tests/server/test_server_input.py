@@ -78,6 +78,9 @@ OPENAI: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (-1, 21),
     "metadata": ("a",),
     "suffix": ("b",),
+    "allowed_token_ids": ([], [257], ["a"]),
+    "bad_words": (["a", " "], ["a"] * 65, ["a" * 33], "a"),
+    "truncate_prompt_tokens": (0, -2, 1.5, True),
     "user": (7,),
     "model": (7,),
 }

@@ -77,7 +77,7 @@ def open_request(small: Running, *, unsent: int = 0, **body: Any) -> socket.sock
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_disconnect_free_their_blocks(small: Running, stream: bool) -> None:
-    for _ in range(10):
+    for _ in range(3):
         before = len(small.posts())
         connections = [open_request(small, prompt="abc", max_tokens=4000, stream=stream) for _ in range(10)]
         assert wait_until(small.blocks_used)

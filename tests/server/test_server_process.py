@@ -13,11 +13,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from echo_device import DEATH, EchoDevice
-from served import serving
 from waiting import wait_until
 
-from benchmarks.inference import serving_load
 from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.serve import main
@@ -72,12 +69,6 @@ def test_the_second_signal_ends_at_once(process: tuple[subprocess.Popen[str], st
         server.send_signal(signal.SIGTERM)
         assert server.wait(100) == 128 + signal.SIGTERM
         assert all(isinstance(future.exception(), httpx2.HTTPError) for future in futures)
-
-
-def test_a_lost_device_ends_the_process(process: tuple[subprocess.Popen[str], str]) -> None:
-    server, url = process
-    assert ask(url, bytes(DEATH).decode(), 5).status_code == 500
-    assert server.wait(100) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,22 +159,3 @@ def demand_answers(url: str) -> None:
     assert guided.choices[0].message.content in ("true", "false")
     with pytest.raises(openai.BadRequestError, match=r"at most|may have"):
         client.completions.create(model="small", prompt="a" * 5000)
-
-
-@pytest.mark.slow
-def test_sixty_four_clients() -> None:
-    """No error, no wrong answer, nothing left in the engine, and no growth of the server's memory."""
-    with serving(ServerConfig(), EchoDevice(rows=32, seconds=0.001)) as served:
-        serving_load.load(served.url, clients=64, seconds=3)
-        before = resident()
-        report = serving_load.load(served.url, clients=64, seconds=8)
-        print(*report.lines(), sep="\n")
-        assert set(report.statuses) == {200} and not report.errors and len(report.latencies) > 500
-        assert served.all_free()
-        assert resident() - before < 30
-
-
-def resident() -> float:
-    """MiB of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024

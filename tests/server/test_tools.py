@@ -64,13 +64,7 @@ CALLS: dict[str, list[tuple[str, list[Part]]]] = {
         (f"Well. \n{CALL}\n{CALL}", [said("Well."), HERE, HERE]),
         (f"{CALL} done <tool", [HERE, said("done <tool")]),
         (CALL.removesuffix("</tool_call>"), [HERE]),
-        ("a < b <tool> \n", [said("a < b <tool> \n")]),
         ("<tool_call>{x}</tool_call>", [said("<tool_call>{x}</tool_call>")]),
-        ('{"name": "weather"}', [said('{"name": "weather"}')]),
-        (
-            '<tool_call>{"name": "a", "arguments": {"b": "<tool_call>"}}</tool_call>',
-            [call("a", '{"b": "<tool_call>"}')],
-        ),
         (
             '<tool_call>{"name": "a", "arguments": {"b": "<tool_call>"}}\n<tool_call>{"name": "c"}</tool_call>',
             [call("a", '{"b": "<tool_call>"}'), call("c")],
@@ -109,10 +103,6 @@ CALLS: dict[str, list[tuple[str, list[Part]]]] = {
             "</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
             [call("typed", '{"text": "</tool_call> <parameter=x>"}'), call("time")],
         ),
-        (
-            "<tool_call>\n<function=typed>\n<parameter=text>\na\n<parameter=place>\nb\n</function>\n</tool_call> x",
-            [call("typed", '{"text": "a", "place": "b"}'), said("x")],
-        ),
         ('<tool_call>{"name": "a"}</tool_call>', [said('<tool_call>{"name": "a"}</tool_call>')]),
     ],
     "llama3": [
@@ -121,9 +111,7 @@ CALLS: dict[str, list[tuple[str, list[Part]]]] = {
             [call("a", '{"b": "<|python_tag|>"}'), call("c")],
         ),
         ('{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
-        ('<|python_tag|>{"name": "weather", "parameters": {"place": "Rom é"}}', [HERE]),
         ('\n{"name": "weather", "parameters": {"place": "Rom é"}}; {"name": "a", "parameters": {}}', [HERE, call("a")]),
-        ("Hello {}", [said("Hello {}")]),
         ('{"place": 1}', [said('{"place": 1}')]),
         ('{"name": "a", "parameters', [said('{"name": "a", "parameters')]),
     ],
@@ -134,14 +122,11 @@ CALLS: dict[str, list[tuple[str, list[Part]]]] = {
             [said("Well."), HERE, call("a")],
         ),
         ('[TOOL_CALLS]weather[ARGS]{"place": "Rom é"}[TOOL_CALLS]a[CALL_ID]x1[ARGS]{}\n', [HERE, call("a")]),
-        ('[TOOL_CALLS][{"name": "a", "arguments": {"b": "[ARGS]"}}]', [call("a", '{"b": "[ARGS]"}')]),
-        ('[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}', [call("a", '{"b": "[TOOL_CALLS]"}')]),
         (
             '[TOOL_CALLS]a[ARGS]{"b": "[TOOL_CALLS]"}[TOOL_CALLS]c[ARGS]{}',
             [call("a", '{"b": "[TOOL_CALLS]"}'), call("c")],
         ),
         ("[TOOL_CALLS]a[ARGS]{", [said("[TOOL_CALLS]a[ARGS]{")]),
-        ("[TOOL_CALLS]?[ARGS]{}", [said("[TOOL_CALLS]?[ARGS]{}")]),
         ("a [TOOL_CALLS]nope", [said("a [TOOL_CALLS]nope")]),
     ],
     "deepseek": [
@@ -175,7 +160,6 @@ CALLS: dict[str, list[tuple[str, list[Part]]]] = {
             '<|message|>{"place": "Rom é"}',
             [thought("Hm."), HERE],
         ),
-        ("<|channel|>analysis<|message|>Hm. <|en", [thought("Hm. <|en")]),
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assis", [thought("Hm.")]),
         ("<|channel|>commentary to=functions.a<|message|>{x", [said("{x")]),
         (
@@ -200,13 +184,13 @@ TYPED: dict[str, Any] = {
 """The schema of the arguments of a tool."""
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize(("name", "text", "parts"), [(name, *case) for name, cases in CALLS.items() for case in cases])
 def test_calls_in_texts(name: str, text: str, parts: list[Part], size: int) -> None:
     assert parts_of([CALL_FORMATS[name](None, TYPED)], text, size) == parts
 
 
-@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize(
     ("text", "inside", "parts"),
     [
