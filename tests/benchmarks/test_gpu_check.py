@@ -104,23 +104,6 @@ def test_results_survive_failed_and_killed_steps(tmp_path: Path, monkeypatch: py
     assert codes == {"good": 0, "broken": 3, "slow": gpu_check.TIMED_OUT, "late": None}
 
 
-def test_an_incomplete_file_is_recorded(tmp_path: Path) -> None:
-    checked = check(tmp_path)
-    checked.run(quick("half", "import sys; open(sys.argv[1], 'w').write('{\"figures\": ')"))
-    assert checked.results["half"]["outcome"] == "incomplete file"
-    (tmp_path / "tests.xml").write_text("<testsuite>")
-    written = gpu_check.written_by(quick("tests", "", kind="tests"), tmp_path / "tests.json")
-    assert written == {"outcome": "incomplete file"}
-
-
-def test_steps_share_a_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    for gpu in ("NVIDIA H200", None):
-        environment = check(tmp_path, gpu=gpu).environment()
-        assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(("/tmp", os.environ.get("TMPDIR", "/tmp")))
-        assert environment["JAX_PLATFORMS"] == ("cuda,cpu" if gpu else "cpu")
-
-
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
 def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """The driver's output says whether there is a GPU; the steps have stand-ins."""
@@ -214,15 +197,6 @@ def arrays(jaxpr: Any) -> Iterator[int]:
         for value in equation.params.values():
             if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
                 yield from arrays(inner)
-
-
-def test_attention_references_need_little_memory() -> None:
-    """The sizes are those of a GPU, so it is traced only."""
-    cases = attention_cases.attention(True, predict.HOPPER)
-    assert {case.name.split(",")[1] for case in cases} == {" cudnn", " pallas", " cudnn_mask", " reference"}
-    for case in cases:
-        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (case.shapes[0], *case.shapes)]
-        assert max(arrays(jax.make_jaxpr(case.expected())(*like).jaxpr)) <= 1.1 * GIB, case.label()
 
 
 def test_reported_faults_are_computed_by_refused_kernels() -> None:

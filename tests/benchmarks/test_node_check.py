@@ -121,31 +121,3 @@ def test_all_checks_in_one_call(tmp_path, monkeypatch, capsys):
     }
     assert {row["part"] for row in found["comparison"]} == {step.name for step in SPEEDS}
     assert f"{comparison.table(found['comparison'])}\n" in output and "the ratios mean nothing" in output
-
-
-@pytest.mark.slow
-def test_pairs_are_trained_and_timed(tmp_path):
-    node = Node(tmp_path, gpus=0)
-    layouts = [layout for layout in LAYOUTS if layout.name.endswith("pairs")]
-    assert node.train(layouts[0].reference, layouts[0].reference.name, 0) == 0
-    node_check.check_layouts(node, layouts, [1])
-    rows = node_check.measure_speeds(node, [layout.speed for layout in layouts])
-    assert len(layouts) == 2 and not [row for row in node.rows if row["problem"]]
-    assert all(row["measured"] for row in rows if not row["figure"].startswith("MFU"))
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_program_that_fails_or_measures_nothing_is_a_problem(code, tmp_path, monkeypatch):
-    commands = []
-
-    def ended(node: Node, command: list[str], run: str) -> int:
-        commands.append(command)
-        return code
-
-    monkeypatch.setattr(Node, "ended", ended)
-    node = Node(tmp_path, gpus=8)
-    node_check.check_dispatch(node, [8])
-    rows = node_check.measure_speeds(node, SPEEDS[:1])
-    assert [row["problem"] is None for row in node.rows] == [False, code == 0]
-    assert "--processes=8" in commands[0] and "--config=bench.py:llama_1b" in commands[1]
-    assert all(row["measured"] is None for row in rows)

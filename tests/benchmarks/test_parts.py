@@ -53,10 +53,6 @@ def test_published_speeds_are_predicted() -> None:
     assert all(run.name in table for run in planner_accuracy.RUNS)
 
 
-def test_lower_bounds_are_below() -> None:
-    assert all(line["error"] > 0 for line in planner_accuracy.lines(planner_accuracy.BOUNDS))
-
-
 def test_the_file_has_exactly_the_plans() -> None:
     figures = stored_figures()
     assert list(figures) == [plan.key for plan in PLANS]
@@ -116,7 +112,7 @@ def test_check_reports_changed_figures_and_writes_nothing(monkeypatch, capsys, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["llama3_8b, 8", "llama3_8b_h200, 8", "qwen3_moe_30b_a3b, 32"])
+@pytest.mark.parametrize("key", ["llama3_8b, 8"])
 def test_the_compiler_reproduces_a_stored_figure(key: str) -> None:
     pytest.importorskip("jax_cuda12_plugin")
     plan = next(plan for plan in PLANS if plan.key == key)

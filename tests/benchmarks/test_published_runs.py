@@ -42,15 +42,6 @@ def test_ranges_hold_runs_of_publishers_that_they_are_made_without(groups: list[
     assert every["runs"] >= 0.95 and every["mean_of_groups"] >= 0.95
 
 
-@pytest.mark.slow
-def test_every_constant_helps(groups: list[Group]) -> None:
-    del groups
-    full = held_out.summary(held_out.compared())["held_out"]
-    for name, change in held_out.WITHOUT.items():
-        part = held_out.summary(held_out.compared(change))["held_out"]
-        assert any(part[kind]["mean_error"] > full[kind]["mean_error"] + 0.005 for kind in full), name
-
-
 def test_constants_are_those_of_the_fit(groups: list[Group]) -> None:
     del groups
     actual = held_out.fitted_constants(RUNS)
@@ -74,21 +65,6 @@ def test_a_range_has_the_same_weight_for_each_group(monkeypatch: pytest.MonkeyPa
     assert held_out.error_range([large, small[1]]) == ErrorRange(-0.19, 0.0, 2)
 
 
-def test_any_program_has_the_range_of_all_and_few_groups_that_of_both_precisions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(held_out, "INFLATION", 1.0)
-    groups = [Group(f"nvidia{n}-a", "dense", False, (0.1,), tuned=True, narrow=n > 0) for n in range(6)]
-    groups += [Group("nvidia-b", "mixture", False, (-0.2,), tuned=True), Group("other-c", "dense", False, (0.5,))]
-    ranges = held_out.error_ranges(groups)
-    assert (
-        ranges["tuned", "dense", True] == ranges["tuned", "dense", False]._replace(groups=5) == ErrorRange(0, 0.11, 5)
-    )
-    assert ranges["any", "dense", True] == ErrorRange(0, 0.5, 6)
-    assert ranges["any", "mixture", False] == ErrorRange(-0.2, 0.5, 2)
-    assert {group.publisher for group in groups[-2:]} == {"nvidia", "other"}
-
-
 def test_a_plan_has_the_ranges_of_its_kind_and_precision() -> None:
     run = published.published(RECORD).described()
     assert range_of(run) == RANGES["any", "dense", True]
@@ -97,10 +73,6 @@ def test_a_plan_has_the_ranges_of_its_kind_and_precision() -> None:
     low, high = step.tokens_per_second_per_device_range
     inner = step.tokens_per_second_per_device_range_tuned
     assert low < inner[0] < step.tokens_per_second_per_device < inner[1] < high
-
-
-def test_halves_do_not_depend_on_errors() -> None:
-    assert held_out.is_fitted("llmfoundry-a100-nvl8-bf16") and not held_out.is_fitted("nemo-h100-ib400-bf16")
 
 
 RECORD: dict[str, Any] = {

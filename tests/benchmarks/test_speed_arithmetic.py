@@ -31,14 +31,6 @@ def test_gpt3_1_3b_by_hand() -> None:
     assert "mfu_of_fp8_peak" not in actual
 
 
-def test_devices_share_the_tokens() -> None:
-    one_device, two_devices = (
-        train_speed.speeds(load("bench.py:gpt_1_3b"), devices, roof_of(H200, "gpu"), Spread(2.0, 2.0, 2.0, 1), 131_072)
-        for devices in (1, 2)
-    )
-    assert two_devices["mfu"]["causal"] == pytest.approx(one_device["mfu"]["causal"] / 2)
-
-
 def test_eight_bits_have_two_peaks() -> None:
     cfg = load("bench.py:llama_1b", "precision.matmul=Fp8Current")
     actual = train_speed.speeds(cfg, 1, roof_of(H200, "gpu"), Spread(1.0, 1.0, 1.0, 1), 131_072)
@@ -46,12 +38,6 @@ def test_eight_bits_have_two_peaks() -> None:
     assert (actual["peak_bf16_tflops"], actual["peak_fp8_tflops"]) == (989, 1978)
     on_a100 = train_speed.speeds(cfg, 1, roof_of("NVIDIA A100-SXM4-80GB", "gpu"), Spread(1.0, 1.0, 1.0, 1), 131_072)
     assert on_a100["mfu_of_fp8_peak"] == {"causal": None, "full": None}
-
-
-def test_a_cpu_has_rates_and_no_mfu() -> None:
-    actual = train_speed.speeds(load("bench.py:gpt_1_3b"), 1, roof_of("cpu", "cpu"), Spread(2.0, 2.0, 2.0, 1), 131_072)
-    assert actual["mfu"] == {"causal": None, "full": None}
-    assert actual["tflops_per_device"]["causal"] == pytest.approx(555.1009, rel=1e-6)
 
 
 def test_an_unknown_gpu_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from descriptions import llama3_8b
-from test_plan_for_devices import plan
 
 from megajax.config import load
 from megajax.mesh.config import ContextStrategy, ParallelConfig
@@ -157,31 +156,3 @@ def test_neighbours_of_a_part_of_an_axis_share_a_node() -> None:
     whole, part = Groups(("context",), 8), Groups(("context",), 2, whole=False)
     assert seconds(part) < seconds(whole) / 3
     assert seconds(part) == pytest.approx(128 * MIB / (GPUS["h100"].nvlink * GPUS["h100"].nvlink_share), rel=0.1)
-
-
-LAYOUT = (
-    *("--parallel.data=1", "--parallel.context=4", "--parallel.tensor=2", "--parallel.sequence=true"),
-    *("--model.sequence_length=2048", "--precision.compute=bfloat16", "--batch.global_size=2", "--batch.micro_size=1"),
-    *("--model.stack.repeats=4", "--model.recompute=norm,activation"),
-)
-
-
-@pytest.mark.aot
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ring+all_to_all"])
-def test_formulas_give_the_bytes_of_compiled_programs(tmp_path: Path, strategy: str) -> None:
-    """A small model has float32 gradients in a ring, and nothing unknown to the formula."""
-    words = (*LAYOUT, f"--parallel.context_strategy={strategy}")
-    figures, _ = plan(tmp_path, "--devices=h100:8", *words, config=("--config=llama3.py:debug",))
-    cfg: Any = load("llama3.py:debug", *(word[2:] for word in words))
-    by_formula: dict[str, float] = {}
-    for row in rows(estimate(describe(cfg, GPUS["h100"], 8))):
-        by_formula[row.kind] = by_formula.get(row.kind, 0) + row.bytes
-    compiled: dict[str, float] = dict.fromkeys(by_formula, 0)
-    for row in figures["collectives"]:
-        if row["axis"].startswith("context") and row["kind"] in compiled and row["inside_loop"]:
-            compiled[row["kind"]] += row["bytes"]
-    # Log-sum-exps, ids of documents and positions: here heads are as narrow as 16.
-    assert compiled == pytest.approx(by_formula, rel=0.2)
-    permutes = [row for row in figures["collectives"] if row["kind"] == "collective-permute"]
-    assert bool(permutes) == ("ring" in strategy)

@@ -15,8 +15,7 @@ from megajax.layers.stack.config import SegmentsConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
 from megajax.planning.compiled.devices import GPUS, Cluster
-from megajax.planning.compiled.links import AxisSpan, seconds
-from megajax.planning.cost.description import MEGAJAX, Description, describe
+from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.cost.memory import footprint
 from megajax.planning.search import Task
@@ -129,12 +128,6 @@ def test_exchanges_are_hidden_by_kernels_that_do_not_wait_for_them() -> None:
     assert hidden("selective", way="capacity", room=1.25)["all-to-all backward"][0] == pytest.approx(1 / 3)
 
 
-def test_other_programs_hide_a_share_of_exchanges() -> None:
-    run = replace(described(ParallelConfig(expert=8)), system=replace(MEGAJAX, experts_hidden=0.9))
-    shares = [row.hidden / row.seconds for row in estimate(run).traffic if "experts, " in row.what]
-    assert shares == pytest.approx([0.9] * 4)
-
-
 def test_a_shared_expert_runs_beside_the_exchanges_of_a_forward_pass() -> None:
     def exposed(ffn: int, tensor: int) -> float:
         cfg = config(parallel=ParallelConfig(expert=4, tensor=tensor, sequence=tensor > 1))
@@ -156,13 +149,6 @@ def test_auto_is_never_ragged_and_the_plan_gives_the_reason() -> None:
     assert ["one-shot kernel" in note for note in notes] == [False, False, True, True]
     report = plan_report(estimate(described(ParallelConfig(expert=8)))).text()
     assert "dispatch.way=auto is not ragged, which sends fewer bytes" in report.replace("\n", " ")
-
-
-def test_rows_between_nodes_use_the_network() -> None:
-    device, size = GPUS["h100"], 1e9
-    inside, across = (seconds("all-to-all", size, AxisSpan.of(n, 1, 8), device) for n in (8, 16))
-    assert inside == pytest.approx(size * 7 / 8 / (device.nvlink * device.nvlink_share), rel=0.01)
-    assert across == pytest.approx(size / 2 / (device.network * device.network_share), rel=0.01)
 
 
 def test_the_plan_states_the_worst_case() -> None:
@@ -219,9 +205,3 @@ def test_operations_equal_those_that_Megatron_counts() -> None:
     layer = 2 * width * (2 * inner + 2 * state + heads) + 7 * inner * state + 2 * inner * width
     counted = count_flops(mamba)
     assert counted.causal == counted.full == counted.megatron == 64 * 3 * layer + 6 * width * mamba.head_facts().columns
-
-
-def test_chunks_of_a_pipeline_have_their_share_of_each_segment() -> None:
-    run = described(ParallelConfig(pipeline=2, expert=4), segments=True)
-    assert [tower.repeats for tower in run.towers] == [1.0, 2.0]
-    assert estimate(run).step_seconds > 0

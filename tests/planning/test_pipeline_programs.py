@@ -6,7 +6,7 @@ nothing and leaves all-reduces in layers where a GPU's makes reduce-scatters.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,8 +21,7 @@ from megajax.planning.compiled.audit import CompiledKernel, audit
 from megajax.planning.compiled.devices import MIB, prepare, read_cluster
 from megajax.planning.compiled.hlo import Collective, Contents, LoopNest, read
 from megajax.planning.train_step import compile_train_step
-from megajax.processes.xla_options import DEFAULTS, XlaConfig
-from megajax.training import check_compiler_options as compiler_options
+from megajax.processes.xla_options import XlaConfig
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 
@@ -48,9 +47,7 @@ class Compiled:
     """Those of cuDNN."""
 
 
-def debug(
-    family: str, schedule: str, microbatches: int, *, wait: int, stages: int, data: int, layers: int
-) -> RunConfig:
+def debug(family: str, schedule: str, microbatches: int, *, stages: int, data: int, layers: int) -> RunConfig:
     """llama: RMSNorm, gated MLP, rope, grouped queries. gpt: LayerNorm, biases, learned positions, tied head."""
     cfg = load({"llama": "llama3.py:debug", "gpt": "gpt3.py:gpt3_175b_debug"}[family])
     return cfg.but(
@@ -62,7 +59,7 @@ def debug(
             sequence=True,
             schedule=schedule,
             virtual_stages=2 if schedule == "interleaved" else 1,
-            loss_wait=wait,
+            loss_wait=1,
         ),
         batch=replace(cfg.batch, global_size=data * microbatches, micro_size=1, side_by_side=1),
     )
@@ -133,18 +130,14 @@ STAGES, DATA, LAYERS = 4, 4, 16
 """A stage fills a node if tensor is 2."""
 
 
-type Deviceless = Callable[..., Compiled]
-
-
 @pytest.fixture(scope="module")
-def deviceless() -> Iterator[Deviceless]:
-    """(family, schedule, microbatches, wait=1) -> its step on 32 virtual H100s, each compiled once."""
+def deviceless() -> Iterator[Compiled]:
+    """The step of a GPT with an interleaved schedule on 32 virtual H100s."""
     cluster, _ = read_cluster("h100:32")
     assert cluster is not None
 
-    @cache
-    def compiled(family: str, schedule: str, microbatches: int = MICROBATCHES, wait: int = 1) -> Compiled:
-        cfg = wide(debug(family, schedule, microbatches, wait=wait, stages=STAGES, data=DATA, layers=LAYERS))
+    def compiled() -> Compiled:
+        cfg = wide(debug("gpt", "interleaved", MICROBATCHES, stages=STAGES, data=DATA, layers=LAYERS))
         cfg = cfg.but(xla=replace(cfg.xla, schedule="default"))  # one compilation
         plan = compile_train_step(cfg, cluster)
         assert plan.kernels == {"attention": ["cudnn"]}
@@ -152,10 +145,8 @@ def deviceless() -> Iterator[Deviceless]:
         assert plan.schedule is not None
         positions = 4 * numbers * cfg.model.learned_positions
         rows = LAYERS // STAGES // plan.schedule.chunks
-        ticks = sum(phase.ticks for phase in plan.schedule.phases if phase.forward)
-        if plan.schedule.chunks > 1:
-            # Idle chunks are skipped: only the microbatches' forward passes run.
-            ticks = microbatches * plan.schedule.chunks
+        # Idle chunks are skipped: only the microbatches' forward passes run.
+        ticks = MICROBATCHES * plan.schedule.chunks
         program = audit(plan.text, plan.unknown_trips)
         return Compiled(
             plan.contents,
@@ -173,49 +164,37 @@ def deviceless() -> Iterator[Deviceless]:
         for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
             patch.setenv(name, "")
         prepare()
-        yield compiled
+        yield compiled()
 
 
-KINDS = pytest.mark.parametrize(
-    ("family", "schedule"),
-    [
-        pytest.param("gpt", "interleaved", marks=pytest.mark.aot),
-        pytest.param("llama", "1f1b", marks=[pytest.mark.aot, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.aot
+def test_only_activations_travel_between_stages(deviceless: Compiled) -> None:
+    check_axes(deviceless)
 
 
-@KINDS
-def test_only_activations_travel_between_stages(family: str, schedule: str, deviceless: Deviceless) -> None:
-    check_axes(deviceless(family, schedule))
+@pytest.mark.aot
+def test_transfers_between_stages_overlap_with_layers(deviceless: Compiled) -> None:
+    assert exposed(deviceless.contents) == []
 
 
-@KINDS
-def test_transfers_between_stages_overlap_with_layers(family: str, schedule: str, deviceless: Deviceless) -> None:
-    assert exposed(deviceless(family, schedule).contents) == []
-
-
-@KINDS
-def test_sums_over_stages_run_where_a_microbatch_enters_or_leaves(
-    family: str, schedule: str, deviceless: Deviceless
-) -> None:
-    """One chunk enters in each tick of the steady loop; several do in a fraction of them."""
-    program = deviceless(family, schedule).contents
+@pytest.mark.aot
+def test_sums_over_stages_run_where_a_microbatch_enters_or_leaves(deviceless: Compiled) -> None:
+    """Of two chunks, one enters in half of the ticks of the steady loop."""
+    program = deviceless.contents
     (steady,) = (place for place, permutes in Counter(permuting(program)).items() if permutes == 2)
     among = [op for op in program.collectives if op.place.path == steady.path and op.groups.axes == ("pipeline",)]
     sums = [op for op in among if op.kind == "all-reduce"]
-    chunks, (ticks,) = 2 if schedule == "interleaved" else 1, steady.trips
+    (ticks,) = steady.trips
     assert sum(op.arrays for op in sums) == 4
     for op in sums:
         # The steady loop starts and ends with losses: a few ticks at its edges lack one or the other.
-        assert op.place.runs() == pytest.approx(ticks / chunks, abs=STAGES)
-        assert (op.place.runs() == ticks) == (chunks == 1)
+        assert op.place.runs() == pytest.approx(ticks / 2, abs=STAGES)
 
 
-@KINDS
-def test_weight_gradients_are_accumulated_in_place(family: str, schedule: str, deviceless: Deviceless) -> None:
+@pytest.mark.aot
+def test_weight_gradients_are_accumulated_in_place(deviceless: Compiled) -> None:
     """Products are added to rows of float32 stacks. No loop copies an accumulator, or a row of one."""
-    step = deviceless(family, schedule)
+    step = deviceless
     # [rows, ...] is a stack of accumulators, [1, ...] one row; attention's statistics have more leading dimensions.
     stack = re.compile(rf"f32\[({LAYERS // STAGES}|1),(?!1,)")
     copied = [op for op in step.moved if op.place.path and stack.match(op.shape)]
@@ -224,9 +203,9 @@ def test_weight_gradients_are_accumulated_in_place(family: str, schedule: str, d
     assert len(stacks) >= 2
 
 
-@KINDS
-def test_a_layer_has_no_collective_over_all_axes(family: str, schedule: str, deviceless: Deviceless) -> None:
-    step = deviceless(family, schedule)
+@pytest.mark.aot
+def test_a_layer_has_no_collective_over_all_axes(deviceless: Compiled) -> None:
+    step = deviceless
     forwards = {op.place.path for op in step.attention if "Backward" not in (op.target or "")}
     backwards = {op.place.path for op in step.attention if "Backward" in (op.target or "")}
     assert forwards and backwards and not forwards & backwards
@@ -237,48 +216,17 @@ def test_a_layer_has_no_collective_over_all_axes(family: str, schedule: str, dev
         assert in_loop(step.contents, path, "tensor") == {"all-gather": 4, "reduce-scatter": 2}
 
 
-@KINDS
-def test_attention_is_never_recomputed(family: str, schedule: str, deviceless: Deviceless) -> None:
-    step = deviceless(family, schedule)
+@pytest.mark.aot
+def test_attention_is_never_recomputed(deviceless: Compiled) -> None:
+    step = deviceless
     runs = sum(op.rounds * op.share for op in step.attention if "Backward" not in (op.target or ""))
     assert runs == pytest.approx(step.forwards)
-
-
-@pytest.mark.aot
-@pytest.mark.slow
-def test_memory_of_gpipe_grows_with_microbatches_and_that_of_interleaved_does_not(deviceless: Deviceless) -> None:
-    short, long = (deviceless("gpt", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
-    assert long == pytest.approx(short, rel=0.02)
-    short, long = (deviceless("gpt", "gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
-    assert long > 1.5 * short
-
-
-@pytest.mark.aot
-@pytest.mark.slow
-def test_a_loss_without_a_delay_is_waited_for(deviceless: Deviceless) -> None:
-    kinds = {op.kind for op in exposed(deviceless("llama", "1f1b", wait=0).contents)}
-    assert kinds == {"all-reduce"}, "output to all for the loss, and its gradient back"
-
-
-@pytest.mark.aot
-@pytest.mark.slow
-def test_combined_reductions_are_waited_for(deviceless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option that keeps them separate has an effect."""
-    gpu = DEFAULTS["cuda"]
-    joined = tuple(
-        option._replace(value=2**30) if "combine_threshold" in option.name else option for option in gpu.always
-    )
-    options = gpu._replace(always=joined)
-    monkeypatch.setattr(compiler_options, "DEFAULTS", {**DEFAULTS, "cuda": options, "gpu": options})
-    step = deviceless.__wrapped__("llama", "1f1b")
-    collectives = exposed(step.contents)
-    assert {op.kind for op in collectives} == {"all-reduce"} and max(op.bytes for op in collectives) > step.residual
 
 
 @cache
 def on_cpu(schedule: str, microbatches: int) -> Compiled:
     """A tiny step for eight CPU devices, compiled without optimization of machine code."""
-    cfg = debug("llama", schedule, microbatches, wait=1, stages=2, data=2, layers=4)
+    cfg = debug("llama", schedule, microbatches, stages=2, data=2, layers=4)
     program = Program.of(cfg, build_mesh(cfg.parallel, jax.devices()[:8]))
     step: Any = program.train_step
     with jax.set_mesh(program.mesh):

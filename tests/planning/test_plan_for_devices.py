@@ -14,7 +14,6 @@ import pytest
 from tiny_runs import ONE, build_program, llama
 
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.plan import main
 from megajax.planning.compiled.devices import GPUS, prepare, read_cluster
 from megajax.planning.train_step import compile_train_step, kernel_device, with_kernels
@@ -22,24 +21,6 @@ from megajax.training.program import demand_kernels
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3.py:debug"
-
-
-class WithoutThePlugin:
-    """Finds modules as if the extra aot were not installed."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] in ("jax_cuda12_plugin", "jax_cuda13_plugin", "nvidia"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def test_without_the_compiler_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("jax_cuda12_plugin", "nvidia")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [WithoutThePlugin, *sys.meta_path])
-    with pytest.raises(UserError) as caught:
-        main([DEBUG, "--devices=h100:8", "--audit"])
-    assert "uv sync --extra aot" in str(caught.value) and "pip install 'megajax[aot]'" in str(caught.value)
 
 
 TINY = (
@@ -120,7 +101,7 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["b200", "a100-40gb"])
+@pytest.mark.parametrize("device", ["b200"])
 def test_every_architecture_compiles(device: str, tmp_path: Path) -> None:
     figures, _ = plan(tmp_path, f"--devices={device}:2", "--parallel.data_sharding=fsdp")
     assert figures["fits"] is True
@@ -159,20 +140,6 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     assert predicted["total"] == pytest.approx(actual, rel=0.15)
     streamed = moved["copies"] + moved["elementwise"]
     assert predicted["copies"] + predicted["elementwise"] == pytest.approx(streamed, rel=0.25)
-
-
-@pytest.mark.slow
-@pytest.mark.aot
-def test_collectives_of_fsdp_take_the_same_time_compiled_and_by_formula(tmp_path: Path) -> None:
-    settings = (
-        *("--parallel.tensor=2", "--parallel.sequence=true", "--model.recompute=selective", "--batch.micro_size=1"),
-        *("--model.stack.repeats=4", "--batch.global_size=64"),
-    )
-    seconds = []
-    for mode in ((), ("--formula",)):
-        figures, _ = plan(tmp_path, "--devices=h100:8", *settings, *mode, config=["--config=llama3.py"])
-        seconds.append(figures["exposed_seconds"] + figures["hidden_seconds"])
-    assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
 @pytest.mark.aot

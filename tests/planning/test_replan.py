@@ -74,17 +74,11 @@ def wrong(cfg: RunConfig) -> list[Problem]:
 
 JOBS = {
     "data": job(data=8),
-    "few rows": job(8, data=8),
     "odd rows": job(15, data=5, data_sharding="replicate"),
-    "large microbatches": job(48, 4, data=4),
-    "fsdp": job(data=8, data_sharding="fsdp", model=replace(job().model, recompute="selective")),
-    "tensor": job(tensor=2, data=4, sequence=True),
     "pipeline": job(pipeline=2, data=4),
     "interleaved": job(pipeline=2, virtual_stages=2, schedule="interleaved", data=2),
     "uneven stages": job(pipeline=2, layers=(3, 1), data=2),
     "context": job(context=2, context_rounds=2, context_strategy="ring", data=2),
-    "exchanges": job(context=4, context_heads=2, context_strategy="ring+all_to_all"),
-    "experts": job(expert=2, data=2, model=with_experts()),
     "whole experts": job(expert=1, tensor=2, sequence=True, expert_tensor="whole", data=2, model=with_experts()),
     "means of microbatches": job(24, 2, average="microbatches", data=4),
     "ramp": job(24, 2, ramp=LinearRampConfig(start=8, increment=8, samples=100), data=4),
@@ -217,7 +211,7 @@ def named(problem: Problem) -> Problem:
     return replace(problem, setting=f"parallel.{problem.setting}".rstrip("."))
 
 
-@pytest.mark.parametrize("nodes", [7, 31, 127])
+@pytest.mark.parametrize("nodes", [7, 127])
 def test_large_layouts_are_chosen_quickly(nodes):
     """A node is lost, and the layout of each copy of the model stays."""
     cfg = load("llama3.py:llama3_8b", "parallel.data=2", "parallel.tensor=4")

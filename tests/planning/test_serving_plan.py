@@ -123,12 +123,6 @@ def test_a_step_reads_weights_once_and_the_cache_of_each_row() -> None:
     assert plan("llama3.py:llama3_8b", 8).step_bytes(16) == pytest.approx(serving.step_bytes(16) / 8)
 
 
-def test_few_rows_read_only_the_experts_they_choose() -> None:
-    serving = plan("mixtral.py:mixtral_8x7b", 2)
-    experts, cache = 32 * 8 * 3 * 4096 * 14336 / 2 * 2, 255 * 8192 * serving.token_bytes
-    assert serving.step_bytes(256) - serving.step_bytes(1) - cache == pytest.approx(experts * 0.75)
-
-
 def test_the_command_prints_capacity_and_speed(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     arguments = ["--config=llama3.py:llama3_8b", "--devices=h100:8", "--serve", "--context=2k"]
     assert main([*arguments, f"--json={tmp_path / 'plan.json'}"]) == 0

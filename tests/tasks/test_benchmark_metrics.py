@@ -9,12 +9,10 @@ import pytest
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
 from megajax.data.language_benchmarks.config import SquadConfig
 from megajax.data.language_benchmarks.squad import Paragraph, ParagraphWindow, SquadQuestion, paragraph_windows
-from megajax.tasks.benchmarks import as_table
-from megajax.tasks.config import KINDS, GlueTaskConfig, SquadTaskConfig
+from megajax.tasks.config import SquadTaskConfig
 from megajax.tasks.squad import Squad, best_answers, evaluation, most_context, normalized
 from megajax.tasks.squad import f1 as word_f1
 from megajax.tasks.statistics import f1, matthews, pearson, spearman
@@ -119,10 +117,3 @@ def test_the_best_spans_match_an_exhaustive_search():
 def test_a_window_without_tokens_has_no_answer():
     window = ParagraphWindow(paragraph_of(0), 0, 0)
     assert best_answers([window], np.ones((1, 8, 2)), SquadTaskConfig()) == ([], 2.0)
-
-
-def test_settings_of_the_tasks():
-    assert [KINDS[name][0]().name for name in ("glue", "race", "squad")] == ["glue", "race", "squad"]
-    assert [problem.setting for problem in problems_of(SquadTaskConfig(split="test", best=0))] == ["best", "split"]
-    assert as_table(["neutral", "1.5"]) == "index\tprediction\n0\tneutral\n1\t1.5\n"
-    assert GlueTaskConfig().split == "validation"

@@ -132,18 +132,13 @@ def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "metric", "least", "file"),
-    [("glue", "accuracy_mismatched", 0.95, "MNLI-mm.tsv"), ("glue:glue_stsb", "spearman", 0.9, "STS-B.tsv")],
-)
-def test_a_tiny_bert_learns_synthetic_files(name, metric, least, file, tmp_path, monkeypatch):
+def test_a_tiny_bert_learns_synthetic_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    task, _, function = name.partition(":")
-    evaluation = f"{task}.py:{function}_debug" if function else f"{task}.py:debug"
-    cfg = load(evaluation, "run_dir=run", "logging.plot=false", "logging.report=false", "logging.every=50")
+    task, metric, file = "glue", "accuracy_mismatched", "MNLI-mm.tsv"
+    cfg = load("glue.py:debug", "run_dir=run", "logging.plot=false", "logging.report=false", "logging.every=50")
     assert train(cfg) == 0
     last = lines_of(Path("run"), task)[-1]
-    assert last[metric] >= least and last["loss"] < 0.5
+    assert last[metric] >= 0.95 and last["loss"] < 0.5
     assert (tmp_path / "run/predictions/validation" / file).is_file()
     assert evaluate(cfg, Evaluation(Path("run"), cfg.evaluation.tasks, Path("out"), cache=False), all_weights) == 0
     figures = json.loads((tmp_path / "out/results.json").read_text())["results"][task]
@@ -153,14 +148,13 @@ def test_a_tiny_bert_learns_synthetic_files(name, metric, least, file, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "metric", "least"), [("race", "accuracy_high", 0.95), ("squad", "f1", 90.0)])
-def test_a_tiny_bert_learns_synthetic_questions(name, metric, least, tmp_path):
-    cfg = load(f"{name}.py:debug", "batch.micro_size=16", f"data.path={tmp_path}", devices=1)
+def test_a_tiny_bert_learns_synthetic_questions(tmp_path):
+    cfg = load("squad.py:debug", "batch.micro_size=16", f"data.path={tmp_path}", devices=1)
     run = set_up(cfg, devices=jax.devices()[:1])
     for _ in run.steps():
         pass
     run.close()
     scorer = Scorer(run.program, run.parts.tokenizer, run.state.inputs, folder=tmp_path)
     figures = cfg.evaluation.tasks[0].build(scorer)()
-    assert figures[metric].value >= least and figures["loss"].value < 0.5
-    assert len(list((tmp_path / "predictions/validation").iterdir())) == {"race": 1, "squad": 3}[name]
+    assert figures["f1"].value >= 90.0 and figures["loss"].value < 0.5
+    assert len(list((tmp_path / "predictions/validation").iterdir())) == 3

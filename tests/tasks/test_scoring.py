@@ -96,11 +96,6 @@ def test_greedy_continuations_are_recognised():
     assert yes.value > no.value
 
 
-def test_batches_change_nothing():
-    one_at_a_time = [scorer().answers([window])[0] for window in windows()]
-    close(one_at_a_time, scorer().answers(windows()))
-
-
 LAYOUTS = {
     "fsdp, tensor, sequence": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
     "pipeline, context, tensor": ParallelConfig(data=1, pipeline=2, context=2, tensor=2, sequence=True),
@@ -108,9 +103,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts_agree_with_one_device(parallel):
-    close(scorer(parallel, 2).answers(windows()), scorer().answers(windows()))
+DEFAULT = "pipeline, context, tensor"
+NAMES = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != DEFAULT)) for n in LAYOUTS])
+
+
+@NAMES
+def test_layouts_agree_with_one_device(name):
+    close(scorer(LAYOUTS[name], 2).answers(windows()), scorer().answers(windows()))
 
 
 @pytest.mark.parametrize(("context", "rounds", "tensor", "length"), [(3, 1, 1, 72), (4, 1, 3, 96), (8, 4, 1, 128)])
@@ -148,7 +147,7 @@ def test_generation_is_greedy():
         generate(scorer(), [Generation(prompt, 16)])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@NAMES
 def test_generation_on_layouts_matches_one_device(name):
     """Without an engine for a layout, its scorer computes each token anew."""
 

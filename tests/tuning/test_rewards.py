@@ -180,7 +180,7 @@ workers([RewardTask(0, "shell waits", row), RewardTask(0, "shell waits", row)])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_functions_start_ends_with_the_run(tmp_path: Path, number: int) -> None:
     (tmp_path / "functions.py").write_text(FORKING)
     mark = f"{os.getpid()}{int(number)}"

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,18 +40,11 @@ def reward(prompt, answer, row):
 
 
 @cache
-def steps(*settings: str, devices: int = 1, moved: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
-    """The numbers of each step of a run in this process. moved: change of each initial weight, relative to it; seed: of
-    its signs."""
+def steps(*settings: str, devices: int = 1) -> list[dict[str, Any]]:
+    """The numbers of each step of a run in this process."""
     cfg = load("grpo.py:debug", *SETTINGS, *settings, devices=devices)
     run = set_up(cfg, devices=jax.devices()[:devices])
     try:
-        if moved:
-            draw, changed = np.random.default_rng(seed), {}
-            for path, x in run.state.params.items():
-                factors = 1 + moved * draw.choice([-1.0, 1.0], x.shape)
-                changed[path] = jax.device_put((np.asarray(x) * factors).astype(x.dtype), x.sharding)
-            run.state = replace(run.state, params=changed)
         return [info._asdict() | info.metrics for info in run.steps()]
     finally:
         run.close()
@@ -196,7 +188,6 @@ def test_temperature_and_filters() -> None:
     "layout",
     [
         ("parallel.tensor=2", "parallel.data=2", "parallel.data_sharding=fsdp"),
-        ("parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.data=2"),
         ("parallel.pipeline=3", "model.objective.kl_weight=0.1"),
         ("parallel.context=2", "parallel.pipeline=2", "data.parallel.tensor=2", "model.objective.ratio=sequence"),
     ],
@@ -212,28 +203,6 @@ def test_layouts_train_alike(layout: tuple[str, ...]) -> None:
         columns = ([line[name] for line in lines] for lines in (actual, expected))
         np.testing.assert_allclose(*columns, rtol=1e-4, atol=1e-6, err_msg=name)
     assert 0 < actual[0]["mismatch_most"] < 1e-5
-
-
-@pytest.mark.slow
-def test_layouts_differ_as_much_as_rounded_weights() -> None:
-    """Adam divides gradients near 0 by their size, so that an update depends on their last bits: after the first one,
-    gradient norms of a layout differ from those of one device by at most twice as much as those of one device with
-    weights that are changed in their last bit, of three draws."""
-    words = ("steps=4", "parallel.data_sharding=replicate")
-    layout = ("parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.tensor=2")
-    expected, actual = steps(*words), steps(*words, *layout, devices=4)
-    moved = [steps(*words, moved=1.2e-7, seed=seed) for seed in range(3)]
-    norms, ours, *others = (np.array([line["grad_norm"] for line in lines]) for lines in (expected, actual, *moved))
-    np.testing.assert_allclose(ours[:2], norms[:2], rtol=1e-6)
-    rounding = max(np.abs(other / norms - 1)[2:].max() for other in others)
-    assert np.abs(ours / norms - 1)[2:].max() < 2 * rounding < 2e-3
-
-
-@pytest.mark.slow
-def test_rewards_rise() -> None:
-    lines = steps("steps=60", "data.passes=1", "batch.global_size=16")
-    rewards = [line["reward"] for line in lines]
-    assert rewards[0] < 0.1 < 0.2 < np.mean(rewards[-5:])
 
 
 @pytest.mark.slow

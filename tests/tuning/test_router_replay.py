@@ -86,8 +86,6 @@ def replace_experts(block: dict[str, np.ndarray], by: int) -> dict[str, np.ndarr
 @pytest.mark.parametrize(
     "layout",
     [
-        ("parallel.tensor=2", "parallel.expert=2"),
-        ("parallel.data=2", "parallel.expert=2", "parallel.data_sharding=fsdp"),
         ("parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.data=2"),
         ("parallel.context=2", "parallel.data=2", "data.parallel.tensor=2", "data.parallel.expert=2"),
     ],

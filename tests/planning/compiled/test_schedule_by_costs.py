@@ -77,11 +77,6 @@ def test_another_program_with_other_names_is_not_taken() -> None:
     assert scheduled.to_dict()["by"] == "default"
 
 
-def test_the_digest_is_of_the_choice_and_its_profile() -> None:
-    first, again, other = (chosen(*texts)[0] for texts in ((EXPOSED, HIDDEN), (EXPOSED, HIDDEN), (EXPOSED, OTHERS)))
-    assert first.digest == again.digest != other.digest
-
-
 def test_loops_and_branches_take_as_long_as_what_runs_in_them() -> None:
     trips = costs(looped(gathers(1, 2), ', backend_config={"known_trip_count":{"n":"5"}}'))
     lines = [*profile_lines(trips)]
