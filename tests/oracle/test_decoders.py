@@ -50,11 +50,8 @@ REFERENCES = {
 }
 QUICK = {"gemma3_text", "cohere2", "olmo3", "llama4_text", "nemotron_h", "qwen3_5_text"}
 """Families with parts that no folder of the reference values has: kinds of layers, of norms and of positions."""
-STATES = {
-    "bloom", "exaone4", "falcon_mamba", "gemma2", "gpt_bigcode", "gptj", "granitemoehybrid", "jamba", "kimi_linear",
-    "lfm2_moe", "minimax", "mpt", "opt", "persimmon", "youtu",
-}  # fmt: skip
-"""With QUICK each kind of state and of positions that a decoder steps with."""
+STATES = {"bloom", "falcon_mamba", "gemma2", "granitemoehybrid", "kimi_linear", "lfm2_moe", "minimax", "opt", "youtu"}
+"""With nemotron_h, llama4_text and qwen3_5_text each kind of state and of positions that a decoder steps with."""
 
 
 def marked(names: Any, quick: set[str]) -> list[Any]:
@@ -126,12 +123,14 @@ def test_long_rows_and_rows_of_several_documents(case: str) -> None:
     np.testing.assert_allclose(actual["logits"], expected, rtol=0, atol=tolerance(folder, expected))
 
 
-WITH_ANSWERS = [name for name, path in REFERENCES.items() if "greedy.npy" in np.load(path / "io.npz").zip.namelist()]
+STEPPED = sorted(STATES | {"nemotron_h", "llama4_text", "qwen3_5_text"})
 
 
-@pytest.mark.parametrize("name", marked([*sorted(QUICK | STATES), *WITH_ANSWERS], {"oracle llama", "oracle mamba2"}))
+@pytest.mark.parametrize("name", marked([*STEPPED, "oracle llama", "oracle mamba2"], {"oracle llama", "oracle mamba2"}))
 def test_greedy_tokens_of_the_engine(name: str, root: Path) -> None:
     """Prompts in chunks have the stored answers."""
+    if name not in REFERENCES and name not in families():
+        pytest.skip(f"no reference values at {FOLDER}: set MEGAJAX_ORACLE_DIR")
     check_greedy_tokens(REFERENCES.get(name, root / name))
 
 
@@ -150,6 +149,6 @@ def test_both_styles_of_config_json_are_read_and_kept(name: str, root: Path, tmp
     assert models[0] == models[1]
 
 
-@pytest.mark.parametrize("name", marked([*sorted(QUICK), *REFERENCES], {"oracle llama"}))
+@pytest.mark.parametrize("name", marked(["glm", "nemotron_h", "qwen3_5_text"], {"glm"}))
 def test_a_run_reproduces_the_folder(name: str, root: Path, tmp_path: Path) -> None:
-    check_round_trip(REFERENCES.get(name, root / name), tmp_path)
+    check_round_trip(root / name, tmp_path)

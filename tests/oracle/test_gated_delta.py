@@ -19,7 +19,7 @@ ARRAYS = np.load(FILE)
 CASES = json.loads(FILE.with_suffix(".json").read_text())
 TOLERANCE = 1e-5
 INPUTS = ("q", "k", "v", "g", "beta", "initial_state")
-QUICK, SLOW = ("segments", 64), pytest.mark.slow
+SLOW = pytest.mark.slow
 
 
 def outputs(arrays: dict[str, Any], ids: np.ndarray | None, chunk: int, *, normalised: bool) -> Any:
@@ -31,14 +31,8 @@ def outputs(arrays: dict[str, Any], ids: np.ndarray | None, chunk: int, *, norma
     return gated_delta(rule, chunk) if chunk else gated_delta_reference(rule)
 
 
-@pytest.mark.parametrize(
-    ("case", "chunk"),
-    [
-        pytest.param(name, chunk, marks=() if (name, chunk) == QUICK else SLOW)
-        for name in CASES
-        for chunk in (0, 16, 64)
-    ],
-)
+@pytest.mark.parametrize("chunk", [0, 64])
+@pytest.mark.parametrize("case", [name if name == "segments" else pytest.param(name, marks=SLOW) for name in CASES])
 def test_outputs_states_and_gradients(case: str, chunk: int) -> None:
     given = {name.partition("/")[2]: ARRAYS[name] for name in ARRAYS.files if name.startswith(f"{case}/")}
     arrays = {name: given[name] for name in INPUTS if name in given}

@@ -11,13 +11,8 @@ from flax import nnx
 from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
 from megatron_cases import Comparison, cases
 
-from megajax.inference.admission import AnswerRules
 from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.device import ModelDevice
-from megajax.inference.engine import Engine
 from megajax.inference.loaded_model import LoadedModel
-from megajax.inference.request import Output, Request
-from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling_settings import Sampling
 from megajax.inference.worker import complete
 from megajax.interop.loading import load, start_engine
@@ -49,20 +44,6 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
         logits = np.stack([step_logits(programs, [step])[0][2][: cfg.vocabulary_size] for step in work])
         compare.check(f"logits of row {number}", logits, io["logits"][number, CHUNK - 1 :], TOLERANCE)
 
-    pieces: list[Output] = []
-    programs = programs_of(model, choosers(cfg.vocabulary_size), **sizes)
-    engine = Engine(ModelDevice(programs, cfg.vocabulary_size), AnswerRules(end_tokens=()))
-    sampling = Sampling(max_tokens=length - 1, temperature=0.0)
-    for number, text in enumerate(texts):
-        request = Request(identifier=str(number), prompt=(start,), sampling=sampling, deliver=pieces.append)
-        request.memory = tuple(text)
-        engine.submit(request)
-        while engine.step():
-            pass
-        tokens = [token for piece in pieces for token in piece.tokens]
-        pieces.clear()
-        leaves = {"encoder_tokens": np.asarray([text]), "tokens": np.asarray([[start, *tokens]])}
-        assert tokens == whole_logits(model, **leaves)[0].argmax(-1)[:-1].tolist()
     compare.finish()
 
     # As `generate` and `serve` load it: the encoder reads the prompt, and the decoder begins with the folder's token.
@@ -71,7 +52,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     settings = replace(config.inference, compute="float32", rows=2, chunk=CHUNK, length=length, block=1)
     loaded = load(replace(config, inference=settings, parallel=InferenceParallelConfig(data=1)), origin)
     assert loaded.answer_start == (start,)
-    sampling = replace(sampling, ignore_eos=True)
+    sampling = Sampling(max_tokens=length - 1, temperature=0.0, ignore_eos=True)
     answers = complete(start_engine(loaded, queue=2), [(tuple(text), sampling) for text in texts])
     for text, (answer,) in zip(texts, answers, strict=True):
         leaves = {"encoder_tokens": np.asarray([text]), "tokens": np.asarray([[start, *answer.tokens]])}
