@@ -21,15 +21,12 @@ from megajax.precision.block_recipes import fp8_blocks, mxfp8, nvfp4
 from megajax.precision.blocks import HADAMARD, BlockFormat, dequantize, hadamard, quantize
 from megajax.precision.config import (
     Fp8BlocksConfig,
-    Fp8CurrentConfig,
-    Fp8DelayedConfig,
     MatmulConfig,
     Mxfp8Config,
     Nvfp4Config,
 )
-from megajax.precision.fp8 import PerTensor
 from megajax.precision.matmul import Recipe, RoundedMatmul, RowGroups, terms
-from megajax.precision.recipes import RECIPES, kernel_of, recipe_of
+from megajax.precision.recipes import kernel_of, recipe_of
 from megajax.precision.stored_blocks import TILES
 
 UP = "embed", "mlp"
@@ -171,35 +168,6 @@ def test_gradients_of_a_mean_over_many_tokens_keep_their_digits(name: str) -> No
     assert np.linalg.norm(numbers(dy) - dy) < (0.15 if name == "nvfp4" else 0.07) * np.linalg.norm(dy)
 
 
-TINY = float(np.finfo(np.float32).tiny)
-ENDS: dict[str, tuple[float, dict[str, tuple[int, int, int]]]] = {
-    "zeros": (0.0, {"e4m3": (0, 0x00, 0x00), "e5m2": (0, 0x00, 0x00)}),
-    "smallest normal": (TINY, {"e4m3": (0, 0x38, 0x38), "e5m2": (0, 0x3C, 0x3C)}),
-    "one": (1.0, {"e4m3": (119, 0x78, 0x78), "e5m2": (112, 0x78, 0x78)}),
-    "clipped": (1.9, {"e4m3": (119, 0x7E, 0x76), "e5m2": (112, 0x7B, 0x77)}),
-    "largest": (float(np.finfo(np.float32).max), {"e4m3": (246, 0x7E, 0x00), "e5m2": (239, 0x7B, 0x00)}),
-    "infinity": (np.inf, {"e4m3": (247, 0x7E, 0x00), "e5m2": (240, 0x7B, 0x00)}),
-    "minus infinity": (-np.inf, {"e4m3": (247, 0xFE, 0x00), "e5m2": (240, 0xFB, 0x00)}),
-}
-"""First number of a block -> by element: bits of the scale, of the code of the number, and of the code of the others:
-the same number, 0.875 beside 1.9, and 1 beside the largest."""
-
-
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_ends_of_the_range_are_those_of_torchao(element: Any) -> None:
-    """With `floor`: 2^-127 for zeros, and for all numbers below 2^-118 in e4m3 and 2^-111 in e5m2."""
-    x = np.ones((len(ENDS), 32), np.float32)
-    for row, (value, _) in zip(x, ENDS.values(), strict=True):
-        row[:] = value if abs(value) < 1.5 else 0.875 if abs(value) < 2 else 1.0
-        row[0] = value
-    blocks = jax.jit(partial(quantize, form=BlockFormat(element, 32)))(x)
-    codes, scales = (np.asarray(array).view(np.uint8) for array in blocks[:2])
-    actual = [(int(scale[0]), int(code[0]), int(code[1])) for scale, code in zip(scales, codes, strict=True)]
-    assert dict(zip(ENDS, actual, strict=True)) == {name: bits[element] for name, (_, bits) in ENDS.items()}
-    nan = jax.jit(partial(quantize, form=BlockFormat(element, 32)))(np.float32([[np.nan] + 31 * [1]]))
-    assert np.asarray(nan.scales).view(np.uint8) == 255 and np.isnan(np.asarray(nan.codes, np.float32)[0, 0])
-
-
 def test_stochastic_rounding_keeps_the_mean_and_takes_neighbours() -> None:
     form = BlockFormat("e2m1", 16, "nvfp4")
     rows = np.tile(
@@ -270,12 +238,10 @@ def two_layers(recipe: Recipe, devices: int, sizes: tuple[int, int], rows: tuple
         return jax.tree.leaves(jax.tree.map(np.asarray, step(*placed))), step.as_text()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("fp8_blocks", marks=pytest.mark.slow), pytest.param("mxfp8", marks=pytest.mark.slow), "nvfp4"]
-)
+@pytest.mark.parametrize("name", [pytest.param("fp8_blocks", marks=pytest.mark.slow), "nvfp4"])
 def test_both_kernels_agree_and_devices_multiply_their_parts(name: str) -> None:
     """One kernel is that of GPUs, the other the reference."""
-    cases = ("reference", 1), ("reference", 2), ("cudnn", 1), ("cudnn", 2)
+    cases = ("reference", 1), ("reference", 2), ("cudnn", 2)
     results = [two_layers(replace(RECIPES_IN_BLOCKS[name], kernel=k), n, (64, 128), (2, 32))[0] for k, n in cases]
     for actual in results[1:]:
         for array, expected in zip(actual, results[0], strict=True):
@@ -333,11 +299,3 @@ def test_the_kernel_follows_from_the_capability(capability: str | None, cfg: Mat
     device: Any = Device(capability)
     recipe: Any = recipe_of(cfg, device, 1.0)
     assert kernel_of(cfg, device) == kernel == recipe.kernel
-
-
-def test_every_recipe_is_in_the_table() -> None:
-    assert set(RECIPES) == set(MatmulConfig.__value__.__args__)
-    device: Any = Device("9.0")
-    current, delayed = (recipe_of(cfg, device, 0.5) for cfg in (Fp8CurrentConfig(), Fp8DelayedConfig(history=4)))
-    assert isinstance(current, PerTensor) and not current.beside()
-    assert delayed.beside()["amax"].updater.shape((3,)) == (3, 4)

@@ -49,7 +49,6 @@ MICROBATCHES = 6
 CURRENT, DELAYED = Fp8CurrentConfig(), Fp8DelayedConfig(history=2, algorithm="max")
 RECIPES: dict[str, MatmulConfig] = {
     "current": CURRENT,
-    "e4m3": Fp8CurrentConfig(format="e4m3"),
     "delayed": DELAYED,
     "blocks": Fp8BlocksConfig(),
     "mxfp8": Mxfp8Config(),
@@ -133,9 +132,11 @@ def losses(
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        *(("dense", name) for name in RECIPES if name != "nvfp4"),
+        ("dense", "current"),
+        ("dense", "blocks"),
         ("dense in 4 bits", "nvfp4"),
-        *(("mixture", name) for name in ("current", "delayed", "blocks", "mxfp8", "nvfp4")),
+        ("mixture", "delayed"),
+        ("mixture", "mxfp8"),
     ],
 )
 def test_steps_beside_bfloat16(kind: str, recipe: str) -> None:
@@ -154,21 +155,15 @@ EXPERTS = ParallelConfig(data=2, expert=2, tensor=2, data_sharding="fsdp")
 @pytest.mark.parametrize(
     ("kind", "recipe", "parallel"),
     [
-        ("dense", "current", EVERYTHING),
         ("dense", "current", ParallelConfig(data=1, context=2, context_strategy="ring")),
         ("dense", "delayed", EVERYTHING),
         ("dense", "blocks", WHOLE_LAYERS),
-        ("dense", "mxfp8", WHOLE_LAYERS),
-        ("dense in 4 bits", "nvfp4", WHOLE_LAYERS),
         ("dense in 4 bits", "nvfp4", ParallelConfig(data=1, tensor=2, sequence=True)),
-        ("mixture", "current", ParallelConfig(data=1, expert=2, tensor=2, sequence=True, expert_tensor="whole")),
         # Magnitudes of the whole tensor are gathered on every axis.
         ("mixture", "delayed", EXPERTS),
-        ("mixture", "delayed", ParallelConfig(data=1, pipeline=2, expert=2)),
         # Blocks of its attention lie on two devices.
         ("mixture", "blocks", ParallelConfig(data=1, pipeline=2, tensor=2, sequence=True)),
         ("mixture", "mxfp8", ParallelConfig(data=1, pipeline=2, expert=2)),
-        ("mixture", "nvfp4", EXPERTS),
     ],
 )
 def test_steps_on_layouts(kind: str, recipe: str, parallel: ParallelConfig) -> None:
@@ -184,12 +179,10 @@ def test_steps_on_layouts(kind: str, recipe: str, parallel: ParallelConfig) -> N
 @pytest.mark.parametrize(
     ("recipe", "parallel"),
     [
-        ("blocks", ONE),
         ("delayed", ParallelConfig(data=1, expert=2, tensor=2, sequence=True)),
-        ("mxfp8", ParallelConfig(data=2, expert=2, tensor=2, sequence=True, expert_tensor="whole")),
         ("blocks", ParallelConfig(data=1, pipeline=2, expert=2)),
     ],
-    ids=["one device", "expert x tensor", "whole experts, zero1", "pipeline"],
+    ids=["expert x tensor", "pipeline"],
 )
 def test_matrices_rounded_once_a_step_are_those_of_each_microbatch(recipe: str, parallel: ParallelConfig) -> None:
     """Bit for bit with scales that are powers of two; those of NVFP4 are quotients, whose last bit may differ."""
@@ -267,12 +260,11 @@ def histories_by_layer(compiled_step: Compiled, state: TrainState) -> dict[str, 
 @pytest.mark.parametrize(
     ("parallel", "reference", "repeats", "gradients"),
     [
-        (FSDP, ONE, 2, True),
         # Stages sum the parts of the gradient of the loss, so it is rounded differently before it is cast.
         (UNEVEN, ONE, 3, False),
         (ParallelConfig(data=1, pipeline=2, virtual_stages=2, schedule="interleaved"), PIPELINE, 4, True),
     ],
-    ids=["fsdp", "an uneven pipeline, whose padding rows stay zero", "an interleaved pipeline"],
+    ids=["an uneven pipeline, whose padding rows stay zero", "an interleaved pipeline"],
 )
 def test_layouts_have_the_same_history(
     parallel: ParallelConfig, reference: ParallelConfig, repeats: int, gradients: bool
@@ -305,17 +297,6 @@ def test_neither_a_skipped_step_nor_a_layer_in_16_bits_changes_the_history() -> 
     for path, history in histories_by_layer(step, state).items():
         np.testing.assert_array_equal(history, before[path])
         assert (history[0] == 0).all() and (history[1, :, 0] > 0).all()
-
-
-def test_histories_are_no_weights() -> None:
-    delayed, plain = prepared(ONE, DELAYED), prepared(ONE, CURRENT)
-    assert delayed.declared == plain.declared and not plain.observed
-    assert set(delayed.arrays) == set(delayed.observed) | set(delayed.declared) and not set(delayed.observed) & set(
-        delayed.declared
-    )
-    state = delayed.state_like()
-    assert set(state.params) == set(delayed.declared) == set(state.optimizer["first_moment"])
-    assert set(state.observed) == set(delayed.observed) and plain.state_like().observed == {}
 
 
 def test_rows_follow_their_layers_to_another_pipeline() -> None:

@@ -16,32 +16,23 @@ def follow(scaler, finite: list[bool]) -> list[tuple[float, int, int]]:
     scale, counters = scaler.start()
     rows = []
     for is_finite in finite:
-        scale, counters = jax.jit(scaler.update)(scale, counters, jnp.array(is_finite))
+        scale, counters = jax.jit(scaler.update)(scale, counters, jnp.array(is_finite, bool))
         rows.append((float(scale), *np.asarray(counters).tolist()))
     return rows
 
 
 @pytest.mark.smoke
-def test_the_first_overflow_is_tolerated_and_the_next_halves():
-    scaler = DynamicScale(initial=16.0, floor=1.0, window=100, hysteresis=2)
-    assert follow(scaler, [False, False, True, False]) == [(16, 0, 1), (8, 0, 0), (8, 1, 0), (4, 0, -1)]
-
-
-def test_only_growth_restores_the_tolerance():
-    scaler = DynamicScale(initial=16.0, floor=1.0, window=3, hysteresis=2)
-    rows = follow(scaler, [False, True, True, True, False, False])
-    assert rows == [(16, 0, 1), (16, 1, 1), (16, 2, 1), (32, 0, 2), (32, 0, 1), (16, 0, 0)]
-
-
-def test_the_scale_stops_at_its_floor():
-    scaler = DynamicScale(initial=4.0, floor=2.0, window=3, hysteresis=1)
-    assert [row[0] for row in follow(scaler, [False] * 3)] == [2, 2, 2]
-
-
-def test_float16_has_a_dynamic_scale_by_default():
-    assert isinstance(PrecisionConfig(compute="float16").scale(), DynamicScaleConfig)
-    assert PrecisionConfig(compute="bfloat16").scale() == ConstantScaleConfig(value=1.0)
-    assert PrecisionConfig(compute="float16", loss_scale=ConstantScaleConfig(value=64)).floor() is None
+@pytest.mark.parametrize(
+    ("scaler", "finite", "expected"),
+    [
+        # The first overflow is tolerated and the next one halves; growth alone restores the tolerance; the floor stops.
+        ((16.0, 1.0, 100, 2), [0, 0, 1, 0], [(16, 0, 1), (8, 0, 0), (8, 1, 0), (4, 0, -1)]),
+        ((16.0, 1.0, 3, 2), [0, 1, 1, 1, 0], [(16, 0, 1), (16, 1, 1), (16, 2, 1), (32, 0, 2), (32, 0, 1)]),
+        ((4.0, 2.0, 3, 1), [0, 0, 0], [(2, 0, 0), (2, 0, -1), (2, 0, -2)]),
+    ],
+)
+def test_the_scale_after_each_step(scaler, finite, expected):
+    assert follow(DynamicScale(*scaler), finite) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from megajax.layers.quantized import Quantized, form_of
 from megajax.precision.blocks import dequantize, quantize
-from megajax.precision.quantization import Channels, GroupedCodes, largest, pack, rounded, unpack
+from megajax.precision.quantization import Channels, GroupedCodes, largest, rounded
 from megajax.precision.stored_blocks import FORMATS
 
 EQUATIONS = {
@@ -79,15 +79,6 @@ def test_a_group_of_zeros_leaves_the_scales_of_its_output_alone(weights: str) ->
     errors = [np.abs(np.asarray(stored(x)) - x) for x in (w, zeros)]
     assert errors[1][:16, 1].max() == 0
     assert errors[1][16:].mean() < 1.1 * errors[0][16:].mean()
-
-
-def test_packing_keeps_every_number_at_every_place() -> None:
-    pairs = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8), indexing="ij")).reshape(2, 1, -1)
-    values = jnp.asarray(np.concatenate([pairs, -1 - pairs]), jnp.int8)
-    packed = pack(values, 0)
-    assert packed.shape == (2, 1, 256)
-    np.testing.assert_array_equal(packed[0, 0], (pairs[0, 0] & 15) | (pairs[1, 0] & 15) << 4)
-    np.testing.assert_array_equal(unpack(packed, 0), values)
 
 
 @pytest.mark.parametrize(("weights", "balanced"), [("int8", False), ("int8", True), ("fp8", False), ("int4", True)])
