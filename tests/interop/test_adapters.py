@@ -117,8 +117,6 @@ def test_magnitudes_are_the_norms_of_merged_weights_and_are_read_as_written(kind
     ("kind", "lora"),
     [
         ("llama", LORA),
-        ("llama", replace(LORA, targets=("*.query", "*.down"), rank_stabilized=True)),
-        ("gpt2", LORA),
         ("gpt2", replace(LORA, targets=("*.query", "*.value"), rank_stabilized=True)),
     ],
 )
@@ -262,11 +260,8 @@ def test_all_settings_with_invalid_values_are_refused_together(tmp_path: Path) -
     ("pattern", "reads"),
     [
         (r"(?:.*?(?:vision|image).*?(?:self_attn|mlp).*?(?:q_proj|k_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.q)", True),
-        (r"^(?!.*visual)(?:.*\.)?(q_proj|k_proj)$", True),
         (r"model\.layers\.(?:[0-9]+)\.(?:self_attn|mlp)\..*[*+?(]", True),
         (r"(a+)+b", False),
-        (r"((a*)b?)*c", False),
-        (r"(?:a?){50}b", False),
         (r"(a|b*)+?c", False),
         (r".*.*.*.*.*.*.*x", False),
         (r"a?" * 30 + "a" * 30, False),
@@ -357,13 +352,6 @@ def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
             adapter_of(tmp_path, "llama")
 
 
-def test_matrices_that_are_not_linear_layers_in_peft_cannot_be_written() -> None:
-    model = replace(base("mixtral").model, lora=replace(LORA, targets=("*.experts.up",)))
-    rows = [row for row in base("mixtral").rows if ".up" not in str(row.paths)]
-    with pytest.raises(UserError, match=r"no adapter for stack\.blocks\.0\.mlp\.experts\.up"):
-        adapter_files(model, replace(families()["mixtral"], rows=lambda cfg: rows), random_weights(model), None)
-
-
 def test_convert_passes_adapters_to_a_run_and_back_and_merges_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -447,6 +435,7 @@ def test_an_adapter_names_its_base_model_and_its_task(tmp_path: Path, capsys: py
     assert recorded(arrays)["base_model_name_or_path"] == str(hf)
 
 
+@pytest.mark.slow
 def test_biases_of_experts_that_moved_are_not_lost_in_silence(tmp_path: Path) -> None:
     """Those of the base model need no place in the folder; others are refused, and named if there is no base."""
     write_llama(tmp_path / "llama")
@@ -481,7 +470,6 @@ def test_biases_of_experts_that_moved_are_not_lost_in_silence(tmp_path: Path) ->
 
 
 def test_families_have_the_tasks_of_peft() -> None:
-    """For models without a task, the class of transformers is recorded."""
     tasks = {name: family.task for name, family in families().items()}
     others = {"bert", "megatron-bert", "t5", "mt5", "vit", "clip", "siglip", "llava", "qwen3_vl"}
     assert {name for name, task in tasks.items() if task != "CAUSAL_LM"} == others
@@ -490,4 +478,4 @@ def test_families_have_the_tasks_of_peft() -> None:
     model = replace(family.read(Settings(config)), lora=replace(LORA, targets=("*.mixer.query",)))
     settings = adapter_files(model, family, random_weights(model), None)[0]
     mapping = {"base_model_class": "ViTForImageClassification", "parent_library": "transformers"}
-    assert (settings["task_type"], settings["auto_mapping"]) == (None, mapping)
+    assert (settings["task_type"], settings["auto_mapping"]) == (None, mapping), "the class of models without a task"

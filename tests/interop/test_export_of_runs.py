@@ -21,14 +21,10 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig
 from megajax.data.text.config import MockConfig
-from megajax.inference.config import GenerationConfig, InferenceParallelConfig
-from megajax.inference.sampling_settings import Sampling
-from megajax.inference.terminal import Session
+from megajax.inference.config import GenerationConfig
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.format import config_for, write_model
 from megajax.interop.huggingface.registry import families
-from megajax.interop.loading import load as load_model
-from megajax.interop.loading import start_engine
 from megajax.interop.weights.foreign import declared_by
 from megajax.interop.weights.formats import open_stored
 from megajax.interop.weights.origin import generation_config
@@ -170,8 +166,7 @@ def chain(source: Path, folder: Path) -> tuple[Path, str]:
         patch.setattr(convert_door.signal, "signal", lambda number, handler: None)
         convert(f"--from=hf:{source}", f"--to={folder / 'run'}")
         cfg = load(folder / "run/config.yaml")
-        rows = {"model": cfg.model} if cfg.model.learned_positions else {}  # The table has the length of the rows.
-        tuned = one_step(cfg, folder / "tuned", **rows)
+        tuned = one_step(cfg, folder / "tuned")
         convert(f"--from={tuned}", f"--to=hf:{folder / 'back'}", "--verify")
     return folder / "back", output.getvalue()
 
@@ -180,12 +175,6 @@ def test_one_step_loses_nothing_of_a_folder(llama, back) -> None:
     folder, output = back
     demand_same(folder, llama)
     assert "config.json: that of the source\n" in output and "tokenizer: tokenizer.json, " in output
-
-
-@pytest.mark.slow
-def test_one_step_loses_nothing_of_a_family_with_a_table_of_positions(tmp_path) -> None:
-    source = write_folder(tmp_path / "theirs", "gpt2")
-    demand_same(chain(source, tmp_path)[0], source)
 
 
 @pytest.mark.slow
@@ -268,41 +257,23 @@ def load_config_of(folder: Path) -> Any:
     return families()["llama"].read(Settings(settings_of(folder)))
 
 
-@pytest.mark.slow
-def test_an_export_answers_in_a_chat(back, capsys) -> None:
-    """`generate --hf=DIR --chat` does the same, with the export's own template, tokenizer and end tokens."""
-    origin = f"hf:{back[0]}"
-    config = generation_config(origin, GenerationConfig).base
-    assert config is not None
-    inference = replace(config.inference, compute="float32", cache_tokens=128, rows=1, length=64)
-    loaded = load_model(replace(config, inference=inference, parallel=InferenceParallelConfig()), origin)
-    assert loaded.stop_tokens == {4, 5} and loaded.conversation is not None
-    assert loaded.conversation.encode([{"role": "user", "content": "the cat"}])[0] == 3
-    sampling = Sampling(max_tokens=4)
-    lines = iter(["the cat", "/exit"])
-    capsys.readouterr()
-    session = Session(start_engine(loaded, queue=1), loaded.tokenizer, loaded.conversation, sampling, loaded.where)
-    session.chat(lambda prompt: next(lines), live=False)
-    assert capsys.readouterr().out.strip()
+def write_chats(folder: Path) -> Path:
+    chats = folder / "chats.jsonl"
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat"}]}
+    chats.write_text((json.dumps(line) + "\n") * 40)
+    return chats
 
 
 def test_a_chat_model_is_tuned_on_its_own_template(llama, tmp_path, capsys) -> None:
-    """It keeps the template, unless it is tuned on another one."""
     convert(f"--from=hf:{llama}", f"--to={tmp_path / 'base'}")
     cfg = load(tmp_path / "base/config.yaml")
-    chats = tmp_path / "chats.jsonl"
-    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat"}]}
-    chats.write_text((json.dumps(line) + "\n") * 40)
-    for template, file in ((None, (llama / "chat_template.jinja").read_text()), ("chatml", TEMPLATES["chatml"])):
-        capsys.readouterr()
-        data = ChatConfig(train_paths=(str(chats),), template=template, cache_dir=str(tmp_path / "cache"))
-        run = one_step(cfg, tmp_path / f"run_{template}", model=replace(cfg.model, sequence_length=32), data=data)
-        out = capsys.readouterr().out
-        assert (template is None) == bool(re.search("chat template +the tokenizer's own", out))
-        assert (template is None) == ("warning: data.template, chatml, is not the tokenizer's own" not in out)
-        assert (template is None) == ("chat_template.jinja of data.template" not in out)
-        convert(f"--from={run}", f"--to=hf:{run}-export")
-        assert Path(f"{run}-export/chat_template.jinja").read_text() == file
+    data = ChatConfig(train_paths=(str(write_chats(tmp_path)),), cache_dir=str(tmp_path / "cache"))
+    run = one_step(cfg, tmp_path / "run", model=replace(cfg.model, sequence_length=32), data=data)
+    out = capsys.readouterr().out
+    assert re.search("chat template +the tokenizer's own", out) and "warning: data.template" not in out
+    assert "chat_template.jinja of data.template" not in out
+    convert(f"--from={run}", f"--to=hf:{run}-export")
+    assert Path(f"{run}-export/chat_template.jinja").read_text() == (llama / "chat_template.jinja").read_text()
 
 
 def test_changes_of_a_run_are_in_its_export(llama, tmp_path, capsys) -> None:
@@ -315,9 +286,7 @@ def test_changes_of_a_run_are_in_its_export(llama, tmp_path, capsys) -> None:
     tokenizer = tmp_path / "tokens"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, size=272)
-    chats = tmp_path / "chats.jsonl"
-    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat"}]}
-    chats.write_text((json.dumps(line) + "\n") * 40)
+    chats = write_chats(tmp_path)
     weights = WeightsConfig(run=Path(f"hf:{llama}"), new_tokens="mean", changed=("*.rope.*",))
     larger = replace(model, stack=stack, vocabulary_size=304, sequence_length=32)
     cfg = fresh(
@@ -327,7 +296,9 @@ def test_changes_of_a_run_are_in_its_export(llama, tmp_path, capsys) -> None:
     )
     data = ChatConfig(train_paths=(str(chats),), template="chatml", cache_dir=str(tmp_path / "cache"))
     run = one_step(cfg, tmp_path / "run", model=larger, data=data)
-    assert "for exports: generation_config.json of " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "for exports: generation_config.json of " in out and "chat_template.jinja of data.template" in out
+    assert "warning: data.template, chatml, is not the tokenizer's own" in out
     convert(f"--from={run}", f"--to=hf:{tmp_path / 'back'}")
     assert "config.json: that of the source, but " in capsys.readouterr().out
     expected = settings_of(llama) | {"vocab_size": 304, "eos_token_id": 4}
@@ -341,7 +312,7 @@ def test_changes_of_a_run_are_in_its_export(llama, tmp_path, capsys) -> None:
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
     generation = json.loads(files["generation_config.json"])
     assert generation == {**IDS, "eos_token_id": 4, "do_sample": True, "temperature": 0.6}
-    assert b"<|im_start|>" in files["chat_template.jinja"] and files["chat_template.jinja"] != TEMPLATE.encode()
+    assert files["chat_template.jinja"] == TEMPLATES["chatml"].encode()
 
 
 def test_another_end_token_is_the_only_change_of_a_run_that_sets_it(llama, tmp_path) -> None:

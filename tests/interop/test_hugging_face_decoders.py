@@ -24,8 +24,9 @@ from megajax.interop.weights.name_mapping import resolved
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.position.config import RopeConfig, YarnScalingConfig
 from megajax.models.decoder.config import PredictionConfig
-from megajax.models.presets import deepseek, glm, granite, llama, llama4, qwen, windowed
-from megajax.models.presets.hybrids import lfm2, linear_attention, mamba_models
+from megajax.models.presets import llama, qwen, windowed
+from megajax.models.presets.hybrids import linear_attention
+from tests.models.test_presets_and_formulas import FAMILIES as OF_PRESETS
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -186,41 +187,6 @@ def test_the_style_of_transformers_5_is_read_and_kept(case: tuple[str, Any, Shap
         assert json.dumps(config_for(model, family, config, ())) == json.dumps(config)
 
 
-PRESETS = {
-    "llama4_text": (llama4.llama4, llama4.LLAMA4),
-    "falcon_h1": (mamba_models.falcon_h1, ("debug", "0.5b", "34b")),
-    "lfm2": (lfm2.lfm2, ("debug", "350m", "700m", "1.2b")),
-    "lfm2_moe": (lfm2.lfm2, ("debug-moe", "8b-a1b")),
-    "minimax": (linear_attention.minimax, linear_attention.MINIMAX),
-    "kimi_linear": (linear_attention.kimi_linear, linear_attention.KIMI_LINEAR),
-    "glm4": (glm.glm4, glm.GLM4),
-    "olmoe": (windowed.olmoe, windowed.OLMOE),
-    "minimax_m2": (linear_attention.minimax_m2, linear_attention.MINIMAX_M2),
-    "granitemoehybrid": (granite.granite4, granite.GRANITE4),
-    "nemotron_h": (mamba_models.nemotron3, mamba_models.NEMOTRON_3),
-    "glm4_moe": (glm.glm4_moe, glm.GLM4_MOE),
-    "olmo3": (windowed.olmo3, windowed.OLMO3),
-    "exaone4": (windowed.exaone4, windowed.EXAONE4),
-    "smollm3": (llama.smollm3, llama.SMOLLM3),
-    "llama": (llama.llama2, llama.LLAMA2),
-    "qwen2": (qwen.qwen2, qwen.QWEN2),
-    "qwen3": (qwen.qwen3, qwen.QWEN3),
-    "mixtral": (llama.mixtral, llama.MIXTRAL),
-    "qwen3_moe": (qwen.qwen3_moe, qwen.QWEN3_MOE),
-    "qwen3_next": (qwen.qwen3_next, qwen.QWEN3_NEXT),
-    "qwen3_5_text": (qwen.qwen3_5, qwen.QWEN3_5),
-    "qwen3_5_moe_text": (qwen.qwen3_5_moe, qwen.QWEN3_5_MOE),
-    "deepseek_v3": (deepseek.deepseek, ("debug", "moonlight", "kimi-k2", "v3")),
-    "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
-    "gpt_oss": (windowed.gpt_oss, windowed.GPT_OSS),
-    "granite": (granite.granite, granite.GRANITE),
-    "phi3": (llama.phi3, llama.PHI3),
-    "cohere2": (windowed.cohere2, windowed.COHERE2),
-    "gemma2": (windowed.gemma2, windowed.GEMMA2),
-    "gemma3_text": (windowed.gemma3, windowed.GEMMA3),
-}  # fmt: skip
-
-
 def test_the_class_without_a_head_has_no_prefix() -> None:
     """Embedding models are stored so."""
     model = replace(read("qwen3"), tied=True)
@@ -234,13 +200,14 @@ def test_the_class_without_a_head_has_no_prefix() -> None:
     assert by_name.names == {name: name.removeprefix("model.") for name in tensors}
 
 
-@pytest.mark.parametrize("kind", PRESETS)
-def test_our_sizes_have_a_config(kind: str) -> None:
-    make, sizes = PRESETS[kind]
+@pytest.mark.parametrize("name", OF_PRESETS)
+def test_our_sizes_have_a_config(name: str) -> None:
+    """The family is the one that a preset says it is of."""
+    make, sizes = OF_PRESETS[name]
     models = [make(size) for size in sizes]
-    models += [llama.llama3("8b", llama3_scaling=True)] if kind == "llama" else []
-    models += [make(sizes[-1], yarn=True)] if kind.startswith("deepseek") else []
-    assert {family: losses for model in models if (losses := lost_settings(model, family := families()[kind]))} == {}
+    models += [make("8b", llama3_scaling=True)] if name == "llama3" else []
+    models += [make("v3", yarn=True), make("v2-lite", yarn=True)] if name == "deepseek" else []
+    assert [losses for model in models if (losses := lost_settings(model, families()[model.family]))] == []
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from megajax.interop.huggingface.registry import families, family_of, lost_setti
 from megajax.interop.weights.foreign import declared_by, demand_fit
 from megajax.interop.weights.name_mapping import MappedTensor, resolved
 from megajax.layers.norm.config import IdentityNormConfig
-from megajax.models.presets import gpt, llama, vit
-from megajax.models.presets.hybrids import mamba_models as mamba
+from megajax.models.presets import llama, vit
 from megajax.models.presets.vit import llava
 from megajax.tokenizers.config import (
     HuggingFaceTokenizerConfig,
@@ -331,9 +330,6 @@ def test_presets_can_be_written() -> None:
     tower = vit.clip("l14-336")
     expected_tower = replace(tower, norm=IdentityNormConfig(), stack=replace(tower.stack, repeats=23))
     presets = {
-        "gpt2": (gpt.gpt2("124m"), gpt.gpt3("175b")),
-        "mamba2": (mamba.mamba2("130m"),),
-        "nemotron_h": (mamba.nemotron_h("8b"), mamba.nemotron_h("debug")),
         "vit": (vit.vit("b16"), vit.vit_tower("l14")),
         "clip": (tower,),
         "siglip": (vit.siglip("so400m14"),),

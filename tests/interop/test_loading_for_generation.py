@@ -54,19 +54,6 @@ def loaded(origin: str | Path, tensor: int = 1, data: int = 1, adapter: Path | N
     return load(replace(config, inference=engine, parallel=parallel), origin, Reading(adapter=adapter))
 
 
-def assert_same_weights(first: Loaded, second: Loaded, tolerance: float = 0.0) -> None:
-    assert first.model.weights.keys() == second.model.weights.keys()
-    for path, weight in first.model.weights.items():
-        np.testing.assert_allclose(weight, second.model.weights[path], rtol=0, atol=tolerance, err_msg=path)
-
-
-def test_a_run_is_loaded_like_its_source_folder(folder: Path) -> None:
-    of_folder, of_run = loaded(f"hf:{folder / 'base'}"), loaded(folder / "run")
-    assert_same_weights(of_folder, of_run)
-    assert of_run.model.cfg == of_folder.model.cfg
-    assert of_run.where == str(folder / "run/checkpoints/00000000")
-
-
 @pytest.mark.parametrize(
     ("name", "adapter"),
     [("base", "adapter"), ("run", "adapter"), ("lora", None), ("base", "lora")],
@@ -74,7 +61,10 @@ def test_a_run_is_loaded_like_its_source_folder(folder: Path) -> None:
 )
 def test_adapters_are_added_to_the_weights(folder: Path, name: str, adapter: str | None) -> None:
     merged, origin = loaded(folder / "merged"), f"hf:{folder / name}" if name == "base" else folder / name
-    assert_same_weights(loaded(origin, adapter=adapter and folder / adapter), merged, 1e-6)
+    found = loaded(origin, adapter=adapter and folder / adapter)
+    for path, weight in found.model.weights.items():
+        np.testing.assert_allclose(weight, merged.model.weights[path], rtol=0, atol=1e-6, err_msg=path)
+    assert found.model.weights.keys() == merged.model.weights.keys()
     base = loaded(f"hf:{folder / 'base'}")
     assert not np.array_equal(base.model.weights[QUERY], merged.model.weights[QUERY])
 
@@ -248,12 +238,9 @@ def assert_same_scores(found: list[Any], expected: list[Any]) -> None:
         np.testing.assert_allclose(scores, other_scores, rtol=0, atol=1e-5)
 
 
-on_layouts = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "sizes", [pytest.param({}, id="one device"), pytest.param({"tensor": 4}, id="copied heads", marks=pytest.mark.slow)]
 )
-
-
-@on_layouts
 def test_adapters_of_folders_and_runs_for_single_requests(folder: Path, sizes: dict[str, int]) -> None:
     """The answers are those of the engine whose weights have the adapter merged."""
     origin = f"hf:{folder / 'base'}"
@@ -283,6 +270,7 @@ def test_adapters_of_single_requests_on_quantized_weights(folder: Path) -> None:
     assert found[0][0] != found[1][0]
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_quantized_run_are_those_beside_a_plain_one(folder: Path, tmp_path: Path) -> None:
     assert convert([f"--from={folder / 'run'}", f"--to={tmp_path / 'int8'}", "--quantize=int8"]) == 0
     slots: dict[str, Any] = {"adapters": 1, "adapter_rank": 2}
@@ -328,17 +316,16 @@ def test_one_of_several_processes_reads_adapters(folder: Path, monkeypatch: pyte
     assert callable(weight_reader(model)(folder / "merged"))
 
 
-@on_layouts
-def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path, sizes: dict[str, int]) -> None:
+def test_the_weights_of_a_folder_in_an_engine_that_runs(folder: Path) -> None:
     """They may be of a run or of a folder of Hugging Face. Adapters stay, and add to the other weights."""
     base, merged = f"hf:{folder / 'base'}", folder / "merged"
     slots: dict[str, Any] = {"rows": 4, "batch_invariant": True, "adapters": 1, "adapter_rank": 2}
-    model = loaded(base, **sizes, **slots)
+    model = loaded(base, **slots)
     engine, read, names = start_engine(model, queue=8), weight_reader(model), (None, "peft")
     engine.load_adapter("peft", adapter_reader(model, base)(folder / "adapter"))
     first = scores_of(engine, names)
     engine.refit(read(folder / "merged"))
-    second, wanted = scores_of(engine, names), loaded(merged, **sizes, **slots)
+    second, wanted = scores_of(engine, names), loaded(merged, **slots)
     expected = logprobs(wanted, base, {"peft": folder / "adapter"}, names)
     assert_same_scores(second, expected)
     assert [tokens for tokens, _ in second] != [tokens for tokens, _ in first]

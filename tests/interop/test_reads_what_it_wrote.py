@@ -36,12 +36,13 @@ from megajax.layers.quantization.config import QuantizationConfig
 from megajax.models.protocol import ids_below
 from megajax.tokenizers.config import NullTokenizerConfig
 
+PRESETS = {"bert:bert_base_debug", "squad:debug", "t5:debug"}
 TOWERS = ("vit, tower", "clip", "clip, both", "siglip")
 MODELS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: read(name, **{**TINY, **CASES[name][0]}) for name in CASES},
     **{name: lambda name=name: described(CONFIGS[name]).model for name in CONFIGS if name not in TOWERS},
     **{f"{name} of Megatron-LM": lambda name=name: model_config(*OF_MEGATRON[name]) for name in OF_MEGATRON},
-    **{name: lambda name=name: twin(name) for name in FAMILIES},
+    **{name: lambda name=name: twin(name) for name in PRESETS},
 }
 """Tiny models as config.json or the arguments of Megatron-LM describe them, and the debug twins of presets."""
 
@@ -113,7 +114,7 @@ QUICK = {
     ("peft", "llama"), ("hf", "vit"), ("hf", "t5 1.1"), ("hf", "mamba"), ("hf", "llava"), ("hf", "clip, classes"),
     ("int8", "t5"), ("fp8_blocks", "mamba2"), ("nf4", "llama"), ("int4", "mamba"), ("megatron", "vit"),
 }  # fmt: skip
-PRESETS = {"bert:bert_base_debug", "squad:debug", "t5:debug"}
+QUICK_OF_HF = ["llama", "mixtral", "qwen2_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "phi3", "bert:bert_base_debug"]
 
 
 def family(name: str) -> str:
@@ -122,17 +123,21 @@ def family(name: str) -> str:
     return name if name in CASES else of_config
 
 
-FEW = {"run in bfloat16", "run with adapters", "fp8", "fp8_blocks", "int4", "nf4", "megatron of plain torch"}
-"""Formats that differ from another one in a number or a name, which does not depend on the kind of layer."""
-SOME = {"llama", "gpt2", "mixtral", "deepseek_v3", "qwen3_next", "mamba", "mamba2", "bert", "t5", "vit", *ONLY_MEGATRON}
+KINDS = {"llama", "mixtral", "deepseek_v3", "qwen3_next", "mamba2", "t5 1.1", "vit"}
+"""Models that have every kind of layer, for formats whose code depends on kinds alone."""
+FEW = {"mixtral", "qwen3_next"}
+HELD = {
+    **{"hf": {*MODELS} - ONLY_MEGATRON | {"gated of Megatron-LM"}, "megatron": IN_MEGATRON | {"vit"}},
+    **{"run in bfloat16": FEW, "fp8": FEW, "fp8_blocks": FEW},
+}
+"""Format -> models; few where it differs from another one in a number, whatever the kind of layer."""
 
 
 def cases() -> list[Any]:
-    """Every model in every format; twins of presets in one, whose tables of names they are for."""
-    all_cases = [case for case in product(FORMS, MODELS) if case[0] == "hf" or case[1] not in FAMILIES]
-    all_cases = [case for case in all_cases if case[0] not in FEW or case[1] in SOME]
+    """Every model in the formats with tables of names. tests/oracle/test_decoders.py has further families."""
+    all_cases = [case for case in product(FORMS, MODELS) if case in QUICK or case[1] in HELD.get(case[0], KINDS)]
     all_cases = [case for case in all_cases if case[0] != "peft" or family(case[1])]
-    quick = {*product(["hf"], [*CASES, *PRESETS]), *product(["megatron"], IN_MEGATRON - ONLY_MEGATRON)} | QUICK
+    quick = {*product(["hf"], QUICK_OF_HF), *product(["megatron"], ["llama", "mixtral", "deepseek_v2"])} | QUICK
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in all_cases]
 
 

@@ -17,7 +17,7 @@ from gangs import Started, free_port
 from hugging_face_folders import MIXTRAL, mixtral_shapes, write, write_adapter
 from PIL import Image
 from test_hugging_face_decoders import LATENT_SIZES, TINY
-from test_huggingface_encoders import BERT, LLAVA, T5, described
+from test_huggingface_encoders import BERT, LLAVA, described
 from waiting import wait_until
 
 from megajax.layers.lora.config import LoRAConfig
@@ -145,7 +145,6 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], list[list[float]]], tuple
         completed,
         ("--inference.drafts=mtp", "--inference.speculate=2"),
     ),
-    "text to text": ({**T5, "decoder_start_token_id": 0}, completed, ("--inference.length=16",)),
     "images": (
         LLAVA,
         described_image,

@@ -308,7 +308,7 @@ def test_values_are_escaped_in_the_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_toy_is_a_twin_for_one_device(tmp_path: Path, flags: str, layers: int, experts: int) -> None:
-    """The same kinds of layers, and no file or device of the cluster; it trains."""
+    """The same kinds of layers, and no file or device of the cluster; that of experts trains."""
     sizes = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --lr 6e-5 --swiglu"
     batch = "--max-position-embeddings 2048 --micro-batch-size 2 --global-batch-size 1536 --train-iters 500000"
     file, words = tmp_path / "toy.py", [*f"{sizes} {batch} --data-path a b {flags}".split()]
@@ -318,10 +318,13 @@ def test_a_toy_is_a_twin_for_one_device(tmp_path: Path, flags: str, layers: int,
     assert cfg.model.stack.layers() == layers and cfg.model.parameter_count().total < 1_000_000
     blocks = [block for part in cfg.model.stack.parts() for block in part.pattern]
     assert sum(isinstance(block.mlp, MoEConfig) for block in blocks) == experts
+    assert cfg.logging.every == 1
+    if not experts:
+        return
     run = set_up(cfg, devices=jax.devices()[:1])
-    infos = [*run.steps(3)]
+    (info,) = run.steps(1)
     run.close()
-    assert not infos[-1].skipped and np.isfinite(infos[-1].loss) and cfg.logging.every == 1
+    assert not info.skipped and np.isfinite(info.loss)
 
 
 def test_a_toy_keeps_each_kind_of_layer() -> None:

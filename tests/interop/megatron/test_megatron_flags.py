@@ -1,6 +1,7 @@
 """The table of Megatron-LM's flags: it is complete, its settings exist, and each flag has the effect of its row."""
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megajax.config import field_types
 from megajax.config.dump import flatten
 from megajax.data.chat.config import ChatConfig
 from megajax.data.text.config import FillInMiddleConfig
-from megajax.interop.megatron.flags.reading import MappedFlag, MegatronFlag, Noted, Refused, Unnecessary
+from megajax.interop.megatron.flags.reading import MappedFlag, Noted, Refused, Unnecessary
 from megajax.interop.megatron.flags.translate import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
 from megajax.models.bert.config import BertConfig
 from megajax.models.llava.config import LlavaConfig
@@ -57,12 +58,17 @@ def test_every_mapped_flag_has_a_case() -> None:
 OF_SCRIPTS = [(script, name, case) for script, cases in CASES_OF.items() for name, case in cases.items()]
 
 
+@cache
+def settings_before(line: str) -> dict[str, Any]:
+    return flatten(config(line))
+
+
 @pytest.mark.parametrize(
     ("script", "name", "case"), [*(("", name, case) for name, case in CASES.items() if case is not None), *OF_SCRIPTS]
 )
 def test_a_mapped_flag_changes_its_settings(script: str, name: str, case: str) -> None:
     before, divided, more = case.partition(" | ")
-    values_before, converted = flatten(config(before if divided else "")), convert_line(f"{before} {more}")
+    values_before, converted = settings_before(before if divided else ""), convert_line(f"{before} {more}")
     assert not converted.problems and not converted.refused, (converted.problems, converted.refused)
     assert converted.config is not None
     values_after = flatten(converted.config)
@@ -191,6 +197,8 @@ HALF = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype 
         ("--fine-grained-activation-offloading --offload-modules moe_act core_attn qkv_linear attn_norm",
          {"model.recompute": "selective", "model.offload": ("query_key_value", "mlp", "input")}),
         ("--offload-modules core_attn", {"model.recompute": "none", "model.offload": ()}),
+        ("--use-megatron-fsdp", {"model.recompute": "selective"}),
+        ("--use-torch-fsdp2", {"model.recompute": "selective"}),
         ("--use-megatron-fsdp --recompute-granularity full", {"model.recompute": "full"}),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim",
          {"model.recompute": "none", "parallel.data_sharding": "zero1"}),
@@ -476,12 +484,6 @@ def test_checkpoints_on_local_disks() -> None:
         assert name.startswith("--non-persistent-ckpt-type") and missing in why
 
 
-def test_sharded_weights_are_gathered_again() -> None:
-    for name in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
-        converted = convert_line(name)
-        assert converted.config.model.recompute == "selective" and name in dict(converted.remarks)
-
-
 def test_instances_of_the_optimizer_are_groups_of_devices() -> None:
     """Megatron-LM gives the number of groups, parallel.shards the devices of one; experts are a part of a group."""
     two = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
@@ -494,15 +496,6 @@ def test_instances_of_the_optimizer_are_groups_of_devices() -> None:
     assert "needs --use-distributed-optimizer" in problem("--num-distributed-optimizer-instances 2")
     (uneven,) = convert_line("--use-distributed-optimizer --num-distributed-optimizer-instances 3", devices=8).problems
     assert uneven.message == "does not divide the 8 data-parallel devices: 3"
-
-
-def test_changing_a_row_maps_a_flag() -> None:
-    argv = f"{line()} --sample-rate 7".split()
-    assert [text for text, _ in convert(argv).refused] == ["--sample-rate 7.0"]
-    table = {**FLAGS, "sample-rate": MegatronFlag("sample-rate", int, MappedFlag(("schedule.decay_steps",)))}
-    converted = convert(argv, table=table)
-    assert converted.config.schedule.decay_steps == 7 and not converted.refused
-    assert ("--sample-rate 7", "schedule.decay_steps=7") in converted.mapped
 
 
 def test_without_a_global_batch_the_number_of_devices_is_needed() -> None:
