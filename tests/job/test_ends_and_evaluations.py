@@ -17,35 +17,19 @@ from megajax.metrics.config import LoggingConfig
 from megajax.training.config import EvaluationConfig
 
 
-def test_a_failing_sample_does_not_fail_the_run(tmp_path, capsys):
-    def fails(run, folder):
-        raise IndexError("too few rows")
-
-    logging = LoggingConfig(plot=False, report=False, sample=True)
-    cfg = run_config(tmp_path, logging=logging, evaluation=EvaluationConfig(batches=0))
-    assert train(cfg, sampler=fails) == 0
-    assert "no sample: IndexError: too few rows" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    ("evaluation", "logging", "evaluated", "sampled"),
-    [
-        ({}, {}, False, False),
-        ({"every": 6}, {}, True, True),
-        ({"at_end": True}, {"sample": False}, True, False),
-        ({"every": 6, "at_end": False}, {}, False, False),
-        ({}, {"prompt": "1 2"}, False, True),
-    ],
+    ("evaluation", "logging", "evaluated"),
+    [({"at_end": True}, {"sample": False}, True), ({"every": 6, "at_end": False}, {"prompt": "1 2"}, False)],
+    ids=["evaluated", "sampled"],
 )
-def test_what_happens_at_the_end(evaluation, logging, evaluated, sampled, tmp_path, capsys):
-    """Without evaluations and without a prompt, a run ends with its last step."""
+def test_what_happens_at_the_end(evaluation, logging, evaluated, tmp_path, capsys):
     cfg = run_config(
         tmp_path,
         evaluation=EvaluationConfig(batches=1, **evaluation),
         logging=LoggingConfig(plot=False, report=False, **logging),
     )
     assert train(cfg, sampler=lambda run, folder: "a sample") == 0
-    assert ("a sample" in capsys.readouterr().out) == sampled
+    assert ("a sample" in capsys.readouterr().out) != evaluated
     assert bool([line for line in lines(tmp_path) if line.get("split") == "test"]) == evaluated
 
 
@@ -59,13 +43,22 @@ def corpus(tmp_path_factory) -> str:
     return str(prefix)
 
 
-def test_several_validation_sets_are_reported_by_name(corpus, tmp_path):
+def test_several_validation_sets_are_reported_by_name(corpus, tmp_path, capsys):
+    """The sample and the report of the end fail, which does not fail the run."""
+
+    def fails(*_):
+        raise IndexError("too few rows")
+
     sets = {
         "other": BlendConfig(valid_paths=(corpus,), cache_dir=str(tmp_path / "cache")),
         "same": MockConfig(documents=300),
     }
-    cfg = run_config(tmp_path / "run", evaluation=EvaluationConfig(every=3, batches=1, sets=sets))
-    assert train(cfg) == 0
+    logging = LoggingConfig(plot=False, sample=True)
+    cfg = run_config(tmp_path / "run", evaluation=EvaluationConfig(every=3, batches=1, sets=sets), logging=logging)
+    assert train(cfg, sampler=fails, reporter=fails) == 0
+    again = f"to try again, run python -m megajax.report {tmp_path / 'run'}"
+    out = capsys.readouterr().out
+    assert "no sample: IndexError: too few rows" in out and f"no report: too few rows; {again}" in out
     losses = {line["split"]: line["loss"] for line in lines(tmp_path / "run") if "split" in line}
     assert list(losses) == ["validation", "other", "same", "test"]
     assert losses["same"] == losses["validation"] != losses["other"]

@@ -90,7 +90,7 @@ def test_a_killed_process_and_a_crash(tmp_path: Path, start: Callable[..., Start
     )
 
 
-@pytest.mark.parametrize("name", ["", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["", pytest.param("metrics.jsonl", marks=pytest.mark.slow)])
 def test_a_run_whose_files_are_deleted_fails_and_creates_none(tmp_path: Path, monkeypatch, capsys, name) -> None:
     """It fails even if no save is due that would notice it."""
     run, records = tmp_path / "run", []

@@ -25,7 +25,7 @@ def job(folder: Path, scale: DynamicScaleConfig, **changes):
     )
 
 
-def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp_path):
+def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp_path, capfd):
     # 2^28 overflows: one overflow is tolerated, then a few halvings follow until steps count.
     cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, window=2), steps=24, parallel=ParallelConfig(data=2))
     assert train(cfg) == 0
@@ -43,15 +43,8 @@ def test_the_optimizer_and_the_schedule_skip_overflows_but_the_data_does_not(tmp
         if good_steps == 2:
             expected, good_steps, remaining = expected * 2, 0, 2
     assert taken[-1]["loss"] < taken[0]["loss"]
-
-
-def test_the_last_box_counts_skipped_updates(tmp_path, capfd):
-    assert train(job(tmp_path, DynamicScaleConfig(initial=2.0**32), steps=6)) == 0
     out = capfd.readouterr().out
-    box = out[out.index("\ndone") :]
-    assert f"starts at {2**32:,}; updates are skipped until" in out
-    assert "\ndone, and nothing was learned" in box
-    assert "6 of 6; the loss scale still falls, now 134,217,728" in box
+    assert f"starts at {2**28:,}; updates are skipped until" in out and " of 24; the loss scale fell to " in out
 
 
 @pytest.mark.slow

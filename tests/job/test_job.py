@@ -98,18 +98,6 @@ def test_memory_of_the_process_is_in_every_line(uninterrupted):
     assert all(most / 100 < size <= most for size in sizes) and len(sizes) == 6
 
 
-def test_a_failing_report_does_not_fail_the_run(halted, copied, capsys):
-    def broken(folder: Path, page: bool) -> str:
-        raise OSError("no space left on device")
-
-    assert train(run_config(copied), reporter=broken) == 0
-    assert (
-        f"no report: no space left on device; to try again, run python -m megajax.report {copied}"
-        in capsys.readouterr().out
-    )
-    assert not (halted / "report.html").exists() and not (copied / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("changes", "listed"),
     [
