@@ -122,15 +122,6 @@ def test_a_requested_damaged_step_is_an_error(folder):
         reader.meta(1)
 
 
-def test_a_reader_skips_damaged_steps_without_changing_them(folder, capfd):
-    damage(folder / "00000002" / "meta.json")
-    before = sorted(path.name for path in folder.iterdir())
-    reader = CheckpointReader(folder)
-    assert reader.newest_intact() == 1 and reader.steps() == [1]
-    assert sorted(path.name for path in folder.iterdir()) == before
-    assert "step 2" in capfd.readouterr().err
-
-
 def test_a_step_that_was_copied_to_another_number_is_set_aside(folder, capfd):
     shutil.copytree(folder / "00000002", folder / "00000040")
     reason = "it is step 2 in a folder with the name 00000040: the folder was copied or renamed"

@@ -26,7 +26,6 @@ from megajax.checkpoint.zarr_reader import StoredArrays
 ROWS = slice(0, 4), slice(4, 8)
 """The rows that each process has."""
 
-
 SHARDING = jax.sharding.NamedSharding(
     jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",)), jax.sharding.PartitionSpec("a")
 )

@@ -1,6 +1,5 @@
 """Sets are read over TCP only by processes with the secret, only if they are offered, and are verified on arrival."""
 
-import hmac
 import json
 import socket
 import struct
@@ -100,16 +99,6 @@ def test_the_oldest_silent_connections_are_closed_for_a_process_of_the_run(serve
     finally:
         for connection in silent:
             connection.close()
-
-
-def test_a_proof_may_arrive_in_parts(server):
-    with socket.create_connection(server.address, timeout=100) as client:
-        proof = hmac.digest(SECRET, client.recv(32), "sha256")
-        for byte in proof:
-            client.sendall(bytes((byte,)))
-        body = b'{"set": "b"}'
-        client.sendall(struct.pack(">I", len(body)) + body)
-        assert client.recv(1) == b"\0"
 
 
 def test_a_late_proof_ends_the_connection(server, monkeypatch):

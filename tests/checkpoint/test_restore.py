@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.checkpoint import manifest, verified_reads
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
+from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
 
 pytestmark = pytest.mark.smoke
@@ -177,16 +177,6 @@ def test_the_error_for_a_missing_step_lists_the_existing_ones(tmp_path):
     reader = saved(tmp_path, {"x": jnp.ones(1)}, step=40)
     with pytest.raises(UserError, match=r"no checkpoint of step 41 .*\nCommitted steps: 40"):
         reader.restore(41, {})
-
-
-def test_checkpoints_are_found_by_run_folder_checkpoints_folder_and_step(tmp_path):
-    folder = tmp_path / "checkpoints"
-    saved(folder, {"x": jnp.ones(1)}, step=40)
-    for path, step in ((tmp_path, None), (folder, None), (folder / "00000040", 40)):
-        reader, actual = open_checkpoints(path)
-        assert actual == step and reader.newest_intact() == 40
-    with pytest.raises(UserError, match="does not exist"):
-        open_checkpoints(tmp_path / "typo")
 
 
 def test_leaves_that_are_not_arrays_are_refused(tmp_path):

@@ -36,7 +36,6 @@ PALETTES = ("L", "P", "1")
 STORED_AS = [(mode, "PNG") for mode in (*PALETTES, "RGB", "LA", "RGBA")]
 STORED_AS += [(mode, format) for mode in PALETTES for format in ("TIFF", "GIF")]
 
-
 STORED_AS += [("RGB", format) for format in ("TIFF", "BMP", "PPM")]
 TRANSPARENT = {"transparency": bytes(range(256))}
 

@@ -333,10 +333,3 @@ def test_several_shapes_of_any_size() -> None:
 def test_settings() -> None:
     config = ImageTextConfig(tiles=0, marker="")
     assert [problem.setting for problem in problems_of(config)] == ["tiles", "marker", "paths"]
-
-
-def test_training_needs_its_own_files_where_splits_have_files(tmp_path: Path) -> None:
-    paths = lines(tmp_path, {"image": "red.png", "caption": "red"}).paths
-    config = ImageTextConfig(valid_paths=paths, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"data\.train_paths is empty"):
-        build(config, Rows(5, 5))

@@ -29,7 +29,6 @@ from megajax.data.text.indexed_dataset import (
 
 DTYPES = [np.dtype(name) for name in CODES if name]
 
-
 SEQUENCES = st.lists(st.integers(0, 99), max_size=4)
 DOCUMENTS = st.lists(st.lists(SEQUENCES, max_size=3), max_size=5)
 

@@ -17,7 +17,6 @@ def moved(states: dict[int, Status]) -> dict[int, Status]:
 
 STEP = Status(5, "step", 7, 21.0, -1.0)
 
-
 LATE = Status(9, "data_wait", 7, 21.0, -1.0)
 WAITS_FOR_ROWS = "process 1 has not entered step 7: it has been waiting for the rows of step 7 for 21 s"
 NOBODY = "all processes are equally far: a collective or a device does not answer"

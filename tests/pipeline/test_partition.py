@@ -13,16 +13,6 @@ from megajax.pipeline.partition import Partition
 from megajax.training.program import Program
 
 
-def test_chunks_alternate_between_stages():
-    partition = Partition.even(8, 2, 2)
-    assert partition.repeats == (2, 2, 2, 2)
-    # Stage 0 holds chunks 0 and 2, stage 1 chunks 1 and 3.
-    assert partition.numbers().tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert partition.order() == (0, 1, 4, 5, 2, 3, 6, 7)
-    assert partition.rows == 2
-    assert not partition.padded()
-
-
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
 def test_every_layer_is_on_one_stage_and_stages_are_consecutive(stages, chunks, data):
     repeats = data.draw(st.lists(st.integers(1, 4), min_size=stages * chunks, max_size=stages * chunks))

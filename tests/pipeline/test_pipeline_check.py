@@ -47,7 +47,6 @@ FOUR = one_f_one_b(4, 8)
 TWO_CHUNKS = one_f_one_b(2, 4, 2)
 ALL_FIRST = gpipe(2, 3)
 
-
 EARLY = StageWork(*(np.roll(array, -2, axis=0) for array in FOUR.backward))
 """All gradients two ticks earlier, with unchanged slots (assemble refuses such ticks)."""
 EARLY_LINES = {name: np.roll(getattr(FOUR, name), -2) for name in ("head", "embed_gradient")}

@@ -125,20 +125,6 @@ def test_the_picture_has_the_duration_of_the_schedule(tmp_path: Path, monkeypatc
         assert all(start + length <= after for (start, length), (after, _) in pairwise(boxes))
 
 
-def test_the_legend_of_the_picture_names_every_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = pytest.importorskip("matplotlib.figure", reason="needs the extra plot")
-    drawn, save = [], figures.Figure.savefig
-    monkeypatch.setattr(
-        figures.Figure, "savefig", lambda figure, *a, **k: [drawn.append(figure), save(figure, *a, **k)]
-    )
-    save_picture(one_f_one_b(2, 4, 2), tmp_path / "a.png")
-    save_picture(one_f_one_b(2, 4), tmp_path / "b.png")
-    names = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in drawn]
-    chunks = [f"{kind}, chunk {chunk}" for kind in ("forward", "backward") for chunk in "ab"]
-    assert names == [["idle", *chunks, "next phase"], ["idle", "forward", "backward", "next phase"]]
-    assert "letters are chunks" in drawn[0].axes[0].get_xlabel()
-
-
 class WithoutMatplotlib:
     """Finds modules as if matplotlib were not installed."""
 
@@ -214,14 +200,6 @@ def test_a_closed_pipe_ends_it_silently(microbatches: int) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 141
-
-
-def test_a_plan_needs_no_jax() -> None:
-    program = (
-        "import sys; from megajax.plan import main; main(['--schedule=1f1b', '--stages=2', '--microbatches=2']); "
-        "sys.exit('jax' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def test_the_page_shows_the_output_of_the_program() -> None:

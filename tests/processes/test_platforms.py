@@ -148,12 +148,6 @@ def test_processes_on_CPUs_connect_over_gloo_and_those_on_GPUs_do_not(
     assert told["local_device_ids"] == ([4, 5, 6, 7] if gpus and platforms != "cpu" else None)
 
 
-def test_processes_without_visible_GPUs_connect_over_gloo(told, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    start_on(monkeypatch, told, device_folder(tmp_path, 8), None, 2)
-    assert told["jax_cpu_collectives_implementation"] == "gloo" and told["local_device_ids"] is None
-
-
 @pytest.mark.parametrize(
     ("platforms", "gpus", "count", "variable"),
     [

@@ -70,11 +70,6 @@ def test_unknown_options_are_refused_or_taken_as_text(arguments):
         parsed(arguments)
 
 
-def test_other_mappings_still_take_no_new_entries():
-    with pytest.raises(ConfigError, match="no such entry"):
-        parsed("--evaluation.sets.code=1")
-
-
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [

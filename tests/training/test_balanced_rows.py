@@ -168,23 +168,6 @@ def test_settings_that_fit_together(text: Path) -> None:
     check(changed(text, "step", REFUSED["weights of further tokens"][0] | {"batch": {"micro_size": 1}}), 1)
 
 
-LIKE = {
-    "losses of rows and tokens": ({"mlp": experts(row_loss=100.0, z_loss=1.0)}, 2),
-    "means of single rows": ({"batch": {"loss_average": "microbatches", "micro_size": 1}}, 1),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LIKE)
-def test_settings_that_fit_together_give_the_same_losses(text: Path, name: str) -> None:
-    changes, micro_size = LIKE[name]
-    cfg = changed(text, "step", changes).but(parallel=ParallelConfig(data=2), steps=6)
-    assert cfg.batch.micro_size == micro_size
-    run = set_up(cfg, devices=jax.devices()[:2])
-    with jax.set_mesh(run.mesh):
-        assert losses(run, 6) == pytest.approx(losses(under(run, text, "none"), 6), rel=1e-5)
-
-
 @pytest.mark.slow
 def test_a_loss_over_the_rows_of_a_microbatch(text: Path) -> None:
     """The loss does not change while rows stay in their microbatch. With `step` it would; that is refused."""

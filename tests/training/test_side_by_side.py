@@ -51,7 +51,6 @@ def test_groups_have_microbatches_that_follow_each_other() -> None:
 
 LAYOUT = ("parallel.tensor=2", "parallel.data=2", "batch.global_size=8", "batch.micro_size=1")
 
-
 DEEP = ("model.stack.repeats=4",)
 INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2", *DEEP)
 
