@@ -145,7 +145,7 @@ def test_a_full_disk_loses_no_step_and_works_again_with_space(small_disk):
 DELETED_AFTER_THE_SAVE = "result = manager._pending.result; futures.wait([result]); del manager, result"
 
 
-@pytest.mark.parametrize("ending", ["", DELETED_AFTER_THE_SAVE], ids=["not closed", "deleted"])
+@pytest.mark.parametrize("ending", ["", pytest.param(DELETED_AFTER_THE_SAVE, marks=pytest.mark.slow)])
 def test_a_program_without_close_is_told_that_its_last_save_failed(tmp_path, ending):
     script = f"""
 import resource, sys, jax.numpy as jnp

@@ -105,7 +105,9 @@ with Signals() as signals:
 
 
 @pytest.mark.parametrize(
-    ("before", "stop_signal"), [("", "SIGHUP"), ("trap '' HUP; ", "None")], ids=["terminal", "nohup"]
+    ("before", "stop_signal"),
+    [("", "SIGHUP"), pytest.param("trap '' HUP; ", "None", marks=pytest.mark.slow)],
+    ids=["terminal", "nohup"],
 )
 def test_a_closed_terminal_stops_a_run_and_nohup_keeps_it(tmp_path, before, stop_signal):
     (tmp_path / "hangs_up.py").write_text(HANGS_UP)

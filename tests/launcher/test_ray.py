@@ -109,11 +109,11 @@ def test_preprocessing_on_machines_of_which_one_is_lost_has_equal_bytes(tmp_path
 @pytest.mark.slow
 def test_replicas_of_which_one_is_lost_give_the_answers_and_figures_of_one_machine(tmp_path):
     run, prompts, text = tmp_path / "run", tmp_path / "prompts.txt", tmp_path / "text.txt"
-    prompts.write_text("".join(f"def f{number}(x):\n" for number in range(300)))
-    text.write_text("".join(f"line {number} of a text\n" for number in range(8_000)))
+    prompts.write_text("".join(f"def f{number}(x):\n" for number in range(120)))
+    text.write_text("".join(f"line {number} of a text\n" for number in range(3_000)))
     questions = tmp_path / "questions.jsonl"
     line = '{"context": "%d and", "choices": ["1", "two", "three"], "answer": 0}\n'
-    questions.write_text("".join(line % number for number in range(2_000)))
+    questions.write_text("".join(line % number for number in range(800)))
     train = ["megajax.train", "--config=quickstart.py", "--steps=3", "--evaluation.batches=1", f"--run_dir={run}"]
     assert subprocess.run([sys.executable, "-m", *train], env=os.environ | SETTINGS).returncode == 0
     sampling = ["--max-tokens=24", "--temperature=0.9", "--seed=5", "--n=2", "--logprobs=2", "--inference.rows=4"]
@@ -124,7 +124,7 @@ def test_replicas_of_which_one_is_lost_give_the_answers_and_figures_of_one_machi
         alone = [sys.executable, "-m", *command, f"--output={outputs[output]}"]
         assert subprocess.run(alone, env=os.environ | SETTINGS).returncode == 0
     begun = {
-        "far.jsonl": lambda path: path.exists() and path.read_bytes().count(b"\n") > 100,
+        "far.jsonl": lambda path: path.exists() and path.read_bytes().count(b"\n") > 30,
         "far": lambda path: len(list(path.glob("evaluation_cache/*"))) > 3,
     }
     for command, output in ((answer, "far.jsonl"), (figure, "far")):
