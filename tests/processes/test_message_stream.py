@@ -119,7 +119,7 @@ def test_strangers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for peer in peers:
         peer.coordinator = "127.0.0.1:1"
-    monkeypatch.setattr(message_stream, "HELLO_SECONDS", 3.0)
+    monkeypatch.setattr(message_stream, "HELLO_SECONDS", 1.0)
     monkeypatch.setattr(peers[0], "broadcast", broadcast)
     with ThreadPoolExecutor(2) as pool:
         sender = pool.submit(Sender, peers[0], lambda *loss: None, lambda: None)

@@ -111,10 +111,10 @@ def test_all_processes_connect_and_the_port_is_freed():
 
 
 def test_missing_processes_are_named():
-    meeting = Meeting(patience=5.0)
+    meeting = Meeting(patience=2.0)
     meeting.join(0, 5)
     meeting.join(2, 5)
-    meeting.errors(1, "processes 1, 3 and 4 of 5 did not connect to", f":{meeting.port} within 5 s")
+    meeting.errors(1, "processes 1, 3 and 4 of 5 did not connect to", f":{meeting.port} within 2 s")
 
 
 def test_many_missing_are_counted():
@@ -256,7 +256,7 @@ def test_no_file_descriptors_left(monkeypatch):
 
 
 def test_late_processes_get_the_error_too(monkeypatch):
-    monkeypatch.setattr("megajax.processes.rendezvous_process_zero.DIFFERENCE_SECONDS", 5.0)
+    monkeypatch.setattr("megajax.processes.rendezvous_process_zero.DIFFERENCE_SECONDS", 3.0)
     meeting = Meeting()
     meeting.join(0, 4, token="t")
     with connect(meeting.port) as connection:
