@@ -67,12 +67,11 @@ def whole(weights: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_a_run_on_images_from_start_to_export(tmp_path: Path) -> None:
-    """It goes on after a stop, on another layout; its export has its weights, and frozen parts keep theirs."""
-    data, run, halved, tuned = conversations(tmp_path), *(tmp_path / name for name in ("run", "halved", "tuned"))
+    """It goes on after a stop, on another layout; its export has its weights."""
+    data, run, halved = conversations(tmp_path), tmp_path / "run", tmp_path / "halved"
     assert train(job(data, run)) == 0
     assert train(job(data, halved, resilience=ResilienceConfig(exit_after_steps=4))) == 0
-    layout = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp")
-    assert train(job(data, halved, parallel=layout)) == 0
+    assert train(job(data, halved, parallel=ParallelConfig(data=2, data_sharding="fsdp"))) == 0
     np.testing.assert_allclose(losses(halved), losses(run), rtol=1e-5)
     assert losses(run)[-1] < losses(run)[0] - 0.5
 
@@ -81,9 +80,3 @@ def test_a_run_on_images_from_start_to_export(tmp_path: Path) -> None:
     exported = whole(stored.weights)
     assert exported.keys() == trained.keys()
     assert all((exported[path] == trained[path]).all() for path in exported)
-
-    optimizer = replace(load("qwen3_vl.py:debug").optimizer, trainable=("projector.*", "features.*"))
-    start = CheckpointConfig(load=Path(f"hf:{tmp_path / 'theirs'}"), parts="weights")
-    assert train(job(data, tuned, optimizer=optimizer, checkpoint=start, steps=2)) == 0
-    changed = {path for path, weight in whole(open_stored(tuned).weights).items() if (weight != trained[path]).any()}
-    assert {path.partition(".")[0] for path in changed} == {"projector", "features"}

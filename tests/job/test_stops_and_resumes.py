@@ -237,19 +237,13 @@ LAYOUTS: dict[str, tuple[ParallelConfig, ...]] = {
     "one device": (ONE, ONE),
     "zero1": (ParallelConfig(data=2, data_sharding="zero1"),) * 2,
     "fsdp": (ParallelConfig(data=2, data_sharding="fsdp"),) * 2,
-    "ring": (ParallelConfig(context=4, context_strategy="ring", data=2),) * 2,
     "to a pipeline": (ONE, ParallelConfig(data=2, pipeline=2)),
     "to an uneven pipeline": (ONE, replace(TWO_STAGES, layers=(1, 2))),
     "from an uneven pipeline": (replace(TWO_STAGES, layers=(1, 2)), ONE),
     "copied heads to one": (ParallelConfig(tensor=4, data=2, data_sharding="zero1"), ONE),
-    "interleaved, uneven, one": (
-        ParallelConfig(pipeline=2, virtual_stages=2, schedule="interleaved", data=2),
-        ParallelConfig(pipeline=2, layers=(3, 1), data=1),
-        ONE,
-    ),
     "ring to exchange": (
-        ParallelConfig(context=4, context_strategy="ring", tensor=2, sequence=True, data=1),
-        ParallelConfig(context=2, context_strategy="all_to_all", pipeline=2, data=2),
+        ParallelConfig(context=4, context_strategy="ring", data=1),
+        ParallelConfig(context=2, context_strategy="all_to_all", data=2),
     ),
     "data and stages": (ParallelConfig(data=4, pipeline=2),),
 }
@@ -285,9 +279,7 @@ SLOW = [
     Case("adapters of quantized weights", "damaged checkpoint"),
     Case("adapters of rounded experts"),
     Case(fault="gs"),
-    Case("four layers", layout="ring"),
     Case("four layers", layout="copied heads to one"),
-    Case("four layers", layout="interleaved, uneven, one"),
     Case("four layers", layout="ring to exchange"),
     Case("tied weights and biases", "fewer devices", "data and stages", rows=24),
 ]

@@ -108,39 +108,34 @@ def test_preprocessing_on_machines_of_which_one_is_lost_has_equal_bytes(tmp_path
 
 @pytest.mark.slow
 def test_replicas_of_which_one_is_lost_give_the_answers_and_figures_of_one_machine(tmp_path):
+    """One is lost while they answer; the figures come from those that are left and the one that is added."""
     run, prompts, text = tmp_path / "run", tmp_path / "prompts.txt", tmp_path / "text.txt"
-    prompts.write_text("".join(f"def f{number}(x):\n" for number in range(120)))
-    text.write_text("".join(f"line {number} of a text\n" for number in range(3_000)))
-    questions = tmp_path / "questions.jsonl"
-    line = '{"context": "%d and", "choices": ["1", "two", "three"], "answer": 0}\n'
-    questions.write_text("".join(line % number for number in range(800)))
+    prompts.write_text("".join(f"def f{number}(x):\n" for number in range(100)))
+    text.write_text("".join(f"line {number} of a text\n" for number in range(1_000)))
     train = ["megajax.train", "--config=quickstart.py", "--steps=3", "--evaluation.batches=1", f"--run_dir={run}"]
     assert subprocess.run([sys.executable, "-m", *train], env=os.environ | SETTINGS).returncode == 0
-    sampling = ["--max-tokens=24", "--temperature=0.9", "--seed=5", "--n=2", "--logprobs=2", "--inference.rows=4"]
+    sampling = ["--max-tokens=16", "--temperature=0.9", "--seed=5", "--n=2", "--logprobs=2", "--inference.rows=4"]
     answer = ["megajax.generate", f"--run={run}", f"--prompts={prompts}", *sampling]
-    figure = ["megajax.evaluate", f"--run={run}", f"--tasks=text:{text},choices:{questions}", "--rows=2"]
-    outputs = {name: tmp_path / name for name in ("alone.jsonl", "far.jsonl", "alone", "far")}
-    for command, output in ((answer, "alone.jsonl"), (figure, "alone")):
-        alone = [sys.executable, "-m", *command, f"--output={outputs[output]}"]
-        assert subprocess.run(alone, env=os.environ | SETTINGS).returncode == 0
-    begun = {
-        "far.jsonl": lambda path: path.exists() and path.read_bytes().count(b"\n") > 30,
-        "far": lambda path: len(list(path.glob("evaluation_cache/*"))) > 3,
-    }
-    for command, output in ((answer, "far.jsonl"), (figure, "far")):
-        with cluster() as (address, replace), (tmp_path / f"{output}.log").open("w+") as log:
-            far = [sys.executable, "-m", *command, f"--output={outputs[output]}", f"--ray={address}"]
-            process = subprocess.Popen(far, stdout=log, stderr=subprocess.STDOUT, env=os.environ | SETTINGS)
-            assert wait_until(lambda: begun[output](outputs[output]) or process.poll() is not None, 300)  # noqa: B023
-            replace()
-            code = process.wait(300)
-            log.seek(0)
-            words = log.read()
-        assert code == 0, words
-        assert "which runs again" in words
-    assert outputs["alone.jsonl"].read_bytes() == outputs["far.jsonl"].read_bytes()
-    alone, far = (json.loads((outputs[name] / "results.json").read_text())["results"] for name in ("alone", "far"))
-    assert alone == far
+    figure = ["megajax.evaluate", f"--run={run}", f"--tasks=text:{text}", "--rows=2"]
+
+    def started(command: list[str], output: str, *more: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", *command, f"--output={tmp_path / output}", *more]
+        return subprocess.Popen(words, env=os.environ | SETTINGS, stderr=subprocess.PIPE, text=True)
+
+    assert [started(*each).wait(300) for each in ((answer, "alone.jsonl"), (figure, "alone"))] == [0, 0]
+    with cluster() as (address, replace):
+        far, answers = started(answer, "far.jsonl", f"--ray={address}"), tmp_path / "far.jsonl"
+        begun = lambda: answers.exists() and answers.read_bytes().count(b"\n") > 20  # noqa: E731
+        assert wait_until(lambda: begun() or far.poll() is not None, 300)
+        replace()
+        words = far.communicate(timeout=300)[1]
+        assert far.returncode == 0 and "which runs again" in words, words
+        assert started(figure, "far", f"--ray={address}").wait(300) == 0
+    assert (tmp_path / "alone.jsonl").read_bytes() == answers.read_bytes()
+    alone, results = (
+        json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("alone", "far")
+    )
+    assert alone == results
 
 
 class FakeRay:

@@ -66,14 +66,13 @@ def losses(run: Run, count: int) -> list[float]:
     return losses
 
 
-def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: list[float] | None = None) -> list[float]:
+def compared(text: Path, parallel: ParallelConfig) -> None:
     """Losses are the same with and without balancing, also if a resumed run changes it."""
-    batch = BatchConfig(global_size=16, micro_size=micro_size)
-    devices = jax.devices()[: parallel.data * parallel.context * parallel.pipeline * parallel.tensor]
+    batch, devices = BatchConfig(global_size=16, micro_size=2), jax.devices()[: parallel.data * parallel.context]
     small = model(repeats=1, recompute="selective" if parallel.data_sharding == "fsdp" else "none")
     run = set_up(config(text, "step", parallel=parallel, batch=batch, model=small), devices=devices)
     in_order, balanced = run.batches.imbalance()
-    assert balanced.step < in_order.step or parallel.data == 1
+    assert balanced.step < in_order.step
     with jax.set_mesh(run.mesh):
         plain = losses(under(run, text, "none"), 4)
         assert losses(run, 4) == pytest.approx(plain, rel=1e-5)
@@ -83,19 +82,15 @@ def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: li
         assert resumed.batches.consumed == 32
         assert first_losses + losses(resumed, 2) == pytest.approx(plain, rel=1e-5)
     assert run.train_step._cache_size() == 1, "one program"
-    assert expected is None or plain == pytest.approx(expected, rel=1e-5)
-    return plain
 
 
 def test_two_data_groups_have_the_same_losses(text: Path) -> None:
-    compared(text, ParallelConfig(data=2), 2)
+    compared(text, ParallelConfig(data=2))
 
 
 @pytest.mark.slow
-def test_layouts_have_the_same_losses(text: Path) -> None:
-    plain = compared(text, ParallelConfig(data=1), 4)
-    compared(text, ParallelConfig(data=4, tensor=2, sequence=True), 1, plain)
-    compared(text, ParallelConfig(data=2, context=2, context_rounds=2, data_sharding="fsdp"), 2, plain)
+def test_a_context_has_the_same_losses(text: Path) -> None:
+    compared(text, ParallelConfig(data=2, context=2, context_rounds=2, data_sharding="fsdp"))
 
 
 def test_the_banner_reports_balanced_rows(text: Path) -> None:
