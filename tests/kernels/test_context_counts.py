@@ -51,7 +51,7 @@ def blocks_of_devices(
     """
     sharding = sharding.exchanged() if sharding.exchanging > 1 else sharding
     places = sharding.places(length).reshape(sharding.devices, -1)
-    first, last = visible_range(np.arange(length), segments, window, causal)
+    visible = visible_pairs(length, segments, window, causal)
     rows = []
     for rank, local_places in enumerate(places):
         key_places = [np.arange(length)]
@@ -64,36 +64,17 @@ def blocks_of_devices(
             ids = [None if segments is None else jnp.asarray(segments[index])[None] for index in (local_places, keys)]
             mask = Mask(jnp.asarray(local_places), jnp.asarray(keys), ids[0], ids[1], window, causal)
             total[:2] += [int(count.sum()) for count in visited(mask, 1, blocks)]
-            total[2] += _needed(keys, first[local_places], last[local_places], blocks)
+            pairs = visible[np.ix_(local_places, keys)]
+            total[2] += pairs.reshape(-1, blocks.queries, len(keys) // blocks.keys, blocks.keys).any((1, 3)).sum()
         rows.append(total)
     return Counted(*np.stack(rows, axis=1))
 
 
-def visible_range(
-    queries: np.ndarray, segments: np.ndarray | None, window: int | None, causal: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last position that each query sees, of a row of ascending segments."""
-    first, last = np.zeros_like(queries), np.full_like(queries, len(queries) - 1)
-    if segments is not None:
-        first = np.searchsorted(segments, segments[queries])
-        last = np.searchsorted(segments, segments[queries], side="right") - 1
-    if window is not None:
-        first = np.maximum(first, queries - window)
-    return first, np.minimum(last, queries) if causal else last
-
-
-def _needed(keys: np.ndarray, first: np.ndarray, last: np.ndarray, blocks: AttentionBlocks) -> int:
-    """Pairs of blocks in which a query sees a key. keys: positions, ascending; first, last: seen by each query."""
-    begin, end = np.searchsorted(keys, first), np.searchsorted(keys, last, side="right")
-    total = 0
-    for start in range(0, len(first), blocks.queries):
-        rows = slice(start, start + blocks.queries)
-        change = np.zeros(-(-len(keys) // blocks.keys) + 1, np.int64)
-        nonempty = end[rows] > begin[rows]
-        np.add.at(change, begin[rows][nonempty] // blocks.keys, 1)
-        np.add.at(change, (end[rows][nonempty] - 1) // blocks.keys + 1, -1)
-        total += int((change.cumsum() > 0).sum())
-    return total
+def visible_pairs(length: int, segments: np.ndarray | None, window: int | None, causal: bool) -> np.ndarray:
+    """Whether each query of a row sees each key, bool [T, T]."""
+    back = np.arange(length)[:, None] - np.arange(length)
+    visible = (back >= 0 if causal else True) & (back <= (length if window is None else window))
+    return visible if segments is None else visible & (segments[:, None] == segments)
 
 
 @pytest.mark.parametrize(
@@ -128,19 +109,3 @@ def test_in_zigzag_all_devices_have_the_same_work(strategy: str, exchanging: int
     # In plain chunks the last device has nearly twice the mean.
     plain = blocks_of_devices(SequenceSharding(8, 0, "all_gather"), LENGTH, BLOCKS)
     assert plain.imbalance() > 1.8
-
-
-def test_needed_blocks_have_a_visible_score() -> None:
-    """The count itself agrees with all scores of a small row."""
-    length, blocks, sharding = 256, AttentionBlocks(16, 16, 4), SequenceSharding(4, 1)
-    segments = np.searchsorted([3, 64, 65, 200], np.arange(length), side="right")
-    place = np.arange(length)
-    visible = (place[:, None] >= place) & (place[:, None] - place <= 30) & (segments[:, None] == segments)
-    first, last = visible_range(place, segments, 30, True)
-    np.testing.assert_array_equal(visible.sum(1), last - first + 1)
-    expected = [
-        visible[places].reshape(-1, 16, length // 16, 16).any((1, 3)).sum()
-        for places in sharding.places(length).reshape(4, -1)
-    ]
-    counts = blocks_of_devices(sharding, length, blocks, segments=segments, window=30)
-    np.testing.assert_array_equal(counts.needed, expected)
