@@ -127,7 +127,7 @@ KINDS = {"llama", "mixtral", "deepseek_v3", "qwen3_next", "mamba2", "t5 1.1", "v
 """Models that have every kind of layer, for formats whose code depends on kinds alone."""
 FEW = {"mixtral", "qwen3_next"}
 HELD = {
-    **{"hf": {*MODELS} - ONLY_MEGATRON | {"gated of Megatron-LM"}, "megatron": IN_MEGATRON | {"vit"}},
+    **{"hf": {*MODELS} - ONLY_MEGATRON | {"gated of Megatron-LM"}, "megatron": IN_MEGATRON | {"vit", "mamba2"}},
     **{"run in bfloat16": FEW, "fp8": FEW, "fp8_blocks": FEW},
 }
 """Format -> models; few where it differs from another one in a number, whatever the kind of layer."""

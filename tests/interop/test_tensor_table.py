@@ -74,13 +74,6 @@ def test_parts_of_a_fused_tensor_are_in_their_places(model, table, tensors) -> N
         np.testing.assert_array_equal(value[1, :, group], fused[group, 3].T)
 
 
-def test_tensors_round_trip_through_our_weights(model, table, tensors) -> None:
-    weights = ForeignWeights(tensors, table, declared_by(model))
-    for tensor in table:
-        back = tensor.from_weights([read_weight(weights, piece.path)[piece.index] for piece in tensor.pieces])
-        np.testing.assert_array_equal(back, tensors.arrays[tensor.name])
-
-
 def test_boxes_are_parts_of_whole_weights(model, table, tensors) -> None:
     weights, draw = ForeignWeights(tensors, table, declared_by(model)), np.random.default_rng(1)
     for path, shape in weights.shapes.items():

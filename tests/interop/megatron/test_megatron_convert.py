@@ -13,9 +13,8 @@ from test_megatron_folders import random_tensors
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.checkpoint.zarr_reader import StoredArrays
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.convert import main
-from megajax.interop.megatron.checkpoints.format import open_model, write_model
+from megajax.interop.megatron.checkpoints.format import open_model
 from megajax.train import main as train
 
 TRAINED: dict[str, Any] = {
@@ -69,11 +68,3 @@ def test_a_converted_run_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     train([f"--config={tmp_path}/run/config.yaml", "--data.type=MockConfig", "--steps=8", "--devices=cpu:8"])
     line = json.loads((tmp_path / "run-continued" / "metrics.jsonl").read_text().splitlines()[0])
     assert (line["step"], line["consumed_samples"]) == (8, 64)
-
-
-@pytest.mark.parametrize("config", ["mamba2.py:debug", "nemotron_h.py:debug"])
-def test_models_with_state_spaces_are_refused(config: str, tmp_path: Path) -> None:
-    weights: Any = None  # Refused before weights are read.
-    with pytest.raises(UserError, match="Megatron-LM's arguments can't express the model"):
-        write_model(tmp_path, load(config).model, weights)
-    assert not list(tmp_path.iterdir())

@@ -1,7 +1,6 @@
 """Files of torch.save: the parts that are read, and refusals without execution."""
 
 import builtins
-import io
 import operator
 import os
 import pickle
@@ -19,7 +18,7 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits, OverBudget
 from megajax.interop.megatron.checkpoints import archive
-from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map, write_archive, write_archive_to
+from megajax.interop.megatron.checkpoints.archive import TorchArchive, memory_map, write_archive
 from megajax.interop.megatron.checkpoints.names import LazyTensor
 from megajax.interop.megatron.checkpoints.pickles import Name, Record, TensorPlace, read_pickle
 
@@ -227,17 +226,6 @@ def test_a_tensor_outside_of_its_storage_is_refused(offset: int, shape: tuple[in
     data = b"\x80\x02" + global_("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + numbers + b"tR."
     with pytest.raises(UserError, match="with odd arguments"):
         read_pickle(data, "a.pt")
-
-
-def test_a_file_within_a_file(tmp_path: Path) -> None:
-    """Shards of torch.distributed.checkpoint are such files."""
-    inner, path = io.BytesIO(), tmp_path / "__0_0.distcp"
-    write_archive_to(inner, np.arange(6, dtype=np.float32))
-    path.write_bytes(b"before" + inner.getvalue() + b"after")
-    archive = TorchArchive(memory_map(path), str(path), 6, len(inner.getvalue()))
-    np.testing.assert_array_equal(archive.view(archive.content), np.arange(6))
-    with pytest.raises(UserError, match="cut off"):
-        TorchArchive(memory_map(path), str(path), 6, len(inner.getvalue()) + 6)
 
 
 def shared(build: bytes, count: int = 60) -> bytes:
