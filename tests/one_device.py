@@ -329,10 +329,10 @@ def difference(actual: Run, expected: Run, family: Family) -> Difference:
 
 
 def apart(actual: Any, expected: Any) -> float:
-    """Largest relative error; numbers that both runs lack are equal."""
+    """Largest relative error; numbers that both runs lack, and zeros of both (an accuracy), are equal."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    both_lack = np.isnan(actual) & np.isnan(expected) & (actual.ndim == 0)
-    return float(np.max(np.where(both_lack, 0.0, np.abs(actual / expected - 1))))
+    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected) & (actual.ndim == 0))
+    return float(np.max(np.abs(np.divide(actual, expected, out=np.ones_like(actual), where=~same) - 1)))
 
 
 def check_low_precision(case: Case) -> None:
