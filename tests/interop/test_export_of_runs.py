@@ -61,11 +61,6 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, "head_dim": 4},
         **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "transformers_version": "5.23.0"},
     },
-    "qwen2": {
-        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16", **DECODER},
-        **{"rope_theta": 1e6, "rope_scaling": None, "use_sliding_window": False, "sliding_window": 4096},
-        **{"max_window_layers": 2, "attention_dropout": 0.0},
-    },
     "gpt2": {
         **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16", "n_embd": 16},
         **{"n_layer": 2, "n_head": 4, "n_positions": 32, "n_ctx": 32, "vocab_size": 300, "n_inner": None, **IDS},
@@ -92,9 +87,9 @@ def write_tokenizer(folder: Path, size: int = 262) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**IDS, "do_sample": True, "temperature": 0.6}))
 
 
-def write_folder(folder: Path, name: str, **changes: Any) -> Path:
+def write_folder(folder: Path) -> Path:
     """A folder of a family in bfloat16."""
-    config, family = MODELS[name] | changes, families()[name]
+    config, family = MODELS["llama"], families()["llama"]
     model = family.read(Settings(dict(config)))
     folder.mkdir(parents=True)
     origin = Provenance(settings=config, dtype="bfloat16")
@@ -105,7 +100,7 @@ def write_folder(folder: Path, name: str, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("theirs") / "llama", "llama")
+    return write_folder(tmp_path_factory.mktemp("theirs") / "llama")
 
 
 def convert(*arguments: str) -> None:
@@ -421,7 +416,7 @@ def test_a_damaged_record_of_the_origin_is_refused() -> None:
 
 
 def test_links_out_of_a_source_are_not_followed(llama, tmp_path) -> None:
-    source = write_folder(tmp_path / "theirs", "llama")
+    source = write_folder(tmp_path / "theirs")
     (source / "chat_template.jinja").unlink()
     (tmp_path / "secret").write_text("secret")
     (source / "chat_template.jinja").symlink_to(tmp_path / "secret")
@@ -431,7 +426,7 @@ def test_links_out_of_a_source_are_not_followed(llama, tmp_path) -> None:
 
 
 def test_a_run_of_a_mean_reads_its_own_copy_of_the_tokenizer(llama, tmp_path) -> None:
-    copy = write_folder(tmp_path / "theirs", "llama")
+    copy = write_folder(tmp_path / "theirs")
     convert(f"--from=hf:{copy}", f"--to={tmp_path / 'run'}")
     convert(f"--average={tmp_path / 'run/0'},{tmp_path / 'run/0'}", f"--to={tmp_path / 'mean'}")
     tokenizer = load(tmp_path / "mean/config.yaml").tokenizer
