@@ -29,7 +29,7 @@ def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
     """
     matrices = matrices_of(model)
     targeted = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
-    widest = max(targeted, key=lambda path: matrices[path].smaller_side())
+    widest = max(sorted(targeted), key=lambda path: matrices[path].smaller_side())
     if cfg.rank > (side := matrices[widest].smaller_side()):
         raise UserError(
             f"model.lora.rank={cfg.rank} is more than the smaller side of every matrix that has an adapter; the "
