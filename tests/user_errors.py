@@ -5,6 +5,7 @@
 
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -45,8 +46,16 @@ def page(texts: Texts) -> str:
 
 
 def without_places(text: str) -> str:
-    """The message with names in place of folders that each run has for itself."""
-    text = re.sub(r"/[^\s'\"(]*?pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/[\w.-]+?\d+(?![\w.-])", "TMP", text)
+    """The message with names in place of what each run has for itself: folders, ports, space that is free."""
+    text = re.sub(r"/[^\s'\"(]*?pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/[\w.-]+?\d+(?![\w-]|\.\w)", "TMP", text)
+    for pattern, name in (
+        (rf"(?<=\b(?:by|on) ){re.escape(socket.gethostname())}\b", "HOST"),
+        (r"\b[0-9a-f]{16,}\b|\b[0-9a-f]{8}(?=\.converting)", "HASH"),
+        (r"(?<=\bpid )\d+", "PID"),
+        (r"(?<=127\.0\.0\.1:)\d+|(?<=--port=)\d{5}", "PORT"),
+        (r"[\d,.]+(?= GiB (are )?free)", "SOME"),
+    ):
+        text = re.sub(pattern, name, text)
     return text.replace(str(ROOT), "REPOSITORY")
 
 
