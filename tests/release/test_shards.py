@@ -1,7 +1,8 @@
-"""Ten shards hold every slow test once, and a run says what each took."""
+"""Ten shards hold every slow test once, .ci/run names one of them, and a run says what each took."""
 
 import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ def test_tests_of_no_default_run_are_sharded() -> None:
 
 def test_a_shard_is_a_number_of_one_to_ten() -> None:
     assert shard("1") == 1 and shard(str(COUNT)) == COUNT
+    assert shard(Path(__file__).parents[2].joinpath(".ci/shard").read_text(encoding="utf-8").strip())
     for text in ("0", str(COUNT + 1), "first", ""):
         with pytest.raises(pytest.UsageError, match=re.escape(repr(text))):
             shard(text)
