@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,8 +44,10 @@ MACHINE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 def cluster():
     """(its address, a function that removes a machine and adds another)."""
     pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS.items():
+    # Names of sockets have at most 107 bytes, and Ray's own part takes 66 of them.
+    short = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True)
+    with pytest.MonkeyPatch.context() as patch, short as folder:
+        for name, value in {**SETTINGS, "RAY_TMPDIR": folder}.items():
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 
