@@ -37,6 +37,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> SiteSearch:
     return SiteSearch(json.loads((folder / "search/search_index.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", FIRST)
 def test_the_search_finds_the_page_for_users_first(search: SiteSearch, query: str) -> None:
     found = search.pages(query)

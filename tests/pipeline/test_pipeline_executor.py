@@ -47,7 +47,7 @@ def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: Any) -> Pa
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 
 CASES: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
-    "interleaved padded sequence": (llama(repeats=5), stages(2, tensor=2, sequence=True, **INTERLEAVED), 4),
+    "interleaved padded": (llama(repeats=5), stages(2, **INTERLEAVED), 4),
     "interleaved no wait, padded, dropout": (
         gpt("selective", repeats=5),
         stages(2, data=2, loss_wait=0, layers=(1, 2, 1, 1), **INTERLEAVED),
@@ -97,7 +97,7 @@ def test_results_do_not_depend_on_initial_buffers(case: str) -> None:
 @pytest.mark.slow
 def test_many_chunks_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are the same from rows that are data rather than static."""
-    model, parallel, microbatches = CASES["interleaved padded sequence"]
+    model, parallel, microbatches = CASES["interleaved padded"]
     program = build_program(model, parallel, microbatches=microbatches)
     (apart,) = grads_of(program, (0, 1))
     monkeypatch.setattr(executor, "MOST_LOOPS", 1)

@@ -191,10 +191,9 @@ def test_help_is_quick_and_an_error_ends_with_code_2() -> None:
     assert "set microbatches to 4 or 8" in refused_run.stderr and "Traceback" not in refused_run.stderr
 
 
-@pytest.mark.parametrize("microbatches", [8, 4000])
-def test_a_closed_pipe_ends_it_silently(microbatches: int) -> None:
-    """One table fits into the pipe's buffer, the other does not."""
-    command = [sys.executable, "-m", "megajax.plan", "--schedule=1f1b", "--stages=4", f"--microbatches={microbatches}"]
+def test_a_closed_pipe_ends_it_silently() -> None:
+    """The table does not fit into the pipe's buffer."""
+    command = [sys.executable, "-m", "megajax.plan", "--schedule=1f1b", "--stages=4", "--microbatches=4000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
