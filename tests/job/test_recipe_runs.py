@@ -55,7 +55,7 @@ def state(folder: Path, cfg: RunConfig) -> Run:
 
 @pytest.mark.slow
 def test_another_layout_gets_the_same_histories(tmp_path: Path) -> None:
-    assert train(job(DELAYED, tmp_path, model=AHEAD, steps=2)) == 0
+    assert train(job(DELAYED, tmp_path, model=AHEAD)) == 0
     here = state(tmp_path, job(DELAYED, model=AHEAD))
     elsewhere = state(tmp_path, job(DELAYED, model=AHEAD, parallel=ParallelConfig(data=1, pipeline=2)))
     assert all(run.state.observed.keys() >= DENSE for run in (here, elsewhere))
