@@ -1,5 +1,6 @@
 """NF4, doubly quantized scales and their tables, against arrays that bitsandbytes made."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def test_tables() -> None:
 
 
 def test_codes_and_scales_of_rows_that_blocks_divide() -> None:
-    values, scale = FORM.quantized(jnp.asarray(ARRAYS["nf4_b64/x"].T))
+    values, scale = jax.jit(FORM.quantized)(jnp.asarray(ARRAYS["nf4_b64/x"].T))
     np.testing.assert_array_equal(np.asarray(unpack(values, 0) & 15).T, ARRAYS["nf4_b64/codes"])
     np.testing.assert_array_equal(np.asarray(scale)[0], ARRAYS["nf4_b64/absmax"])
     np.testing.assert_allclose(FORM.dequantized(values, scale).T, ARRAYS["nf4_b64/dequantized"], rtol=1e-6, atol=0)
@@ -29,7 +30,7 @@ def test_codes_and_scales_of_rows_that_blocks_divide() -> None:
 
 def test_double_quantization_of_a_matrix_with_one_output() -> None:
     expected = {name: ARRAYS[f"nf4_b64_double/{name}"] for name in ("x", "codes", "dequantized", "absmax_codes")}
-    values, scale = FORM.quantized(jnp.asarray(expected["x"].reshape(-1, 1)))
+    values, scale = jax.jit(FORM.quantized)(jnp.asarray(expected["x"].reshape(-1, 1)))
     codes, largest, mean = DoubleScales().quantized(scale, (0,))
     np.testing.assert_array_equal(np.asarray(codes)[:, 0], expected["absmax_codes"])
     np.testing.assert_allclose(largest, ARRAYS["nf4_b64_double/absmax_absmax"], rtol=1e-6)
