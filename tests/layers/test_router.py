@@ -257,7 +257,7 @@ def test_scores_that_underflow_leave_losses_weights_and_gradients_exact(score, o
     def total(logits):
         return jnp.sum(choose(cfg, logits, K, jnp.asarray(NO_BIAS), ONE, training=True).weights ** 2)
 
-    assert np.isfinite(jax.grad(total)(jnp.asarray(logits, jnp.float32))).all()
+    assert np.isfinite(jax.jit(jax.grad(total))(jnp.asarray(logits, jnp.float32))).all()
 
 
 def test_groups_are_compared_by_sums_of_scores_that_underflow():
