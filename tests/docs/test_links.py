@@ -46,3 +46,8 @@ def test_headings_of_a_page_differ() -> None:
     every = {page.name: anchors(page) for page in PAGES}
     doubled = {page: sorted({name for name in names if names.count(name) > 1}) for page, names in every.items()}
     assert {page: names for page, names in doubled.items() if names} == {}
+
+
+def test_a_number_that_ends_a_sentence_begins_no_line() -> None:
+    """Such a line would be shown as an item of a list."""
+    assert [line for page in PAGES for line in lines(page) if re.match(r"\s*\d{2,}[.)] ", line)] == []
