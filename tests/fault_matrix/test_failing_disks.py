@@ -110,7 +110,7 @@ def get():
 
 @pytest.mark.slow
 def test_a_row_that_can_never_be_read_ends_the_run_with_one_message(start, tmp_path):
-    """Retries that succeed: tests/data/test_failing_reads.py."""
+    """Retries that succeed are in tests/data/test_failing_reads.py."""
     (tmp_path / "failing.py").write_text(FAILING_ROW)
     command = (*gangs.TRAIN, f"--config={tmp_path / 'failing.py'}:get", "--devices=cpu:1", "--evaluation.at_end=false")
     path = os.pathsep.join(map(str, (gangs.REPOSITORY, gangs.REPOSITORY / "tests")))

@@ -101,7 +101,7 @@ def test_padding_of_steps_goes_to_no_expert() -> None:
 
 
 def test_layouts_that_do_not_fit() -> None:
-    """The number of experts, and the devices."""
+    """The number of experts and the number of devices are each checked."""
     config = GenerationConfig(model=MODELS["mixture"], parallel=InferenceParallelConfig(expert=3, tensor=2))
     (problem,) = config.problems()
     assert problem.setting.startswith("model.") and "not divisible by parallel.expert=3" in problem.message

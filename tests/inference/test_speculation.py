@@ -206,7 +206,7 @@ def test_a_draft_leaves_a_block_for_each_running_row() -> None:
 
 
 def test_rows_whose_next_token_depends_on_more_get_no_drafts() -> None:
-    """Constraints, forbidden sequences and beams."""
+    """Constraints, forbidden sequences and beams need the tokens before."""
     engine = Engine(Repeating(drafts=4, vocabulary=257), AnswerRules(guide=lambda guide: at_once(Anything())))
     guided, forbidding, beams = (
         Client([97] * 8, guide={}, max_tokens=20, ignore_eos=False),

@@ -112,7 +112,7 @@ def test_rounded_down_rows_are_recorded_in_a_checkpoint(devices, rows):
 
 @pytest.mark.slow
 def test_a_gang_resumes_with_fewer_processes(start, tmp_path):
-    """Three processes, then two."""
+    """It starts with three processes and goes on with two."""
     settings = ["--model.hidden=48", "--batch.global_size=24", "--batch.micro_size=1", "--parallel.data=3"]
     settings += ["--schedule.decay_steps=6", "--evaluation.at_end=false", "--checkpoint.every=none"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]

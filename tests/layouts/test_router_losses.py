@@ -121,7 +121,7 @@ SLOW = ("expert 2, tensor 2, sequence", "pipeline 2, data 2, means", "context 2"
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS])
 def test_a_router_loss_is_a_mean_over_routed_positions(name: str) -> None:
-    """Whichever labels count, and whatever they weigh."""
+    """It does not depend on which labels count, or on what they weigh."""
     for labels, weight in (("all", 1.0), ("answers", 1.0), ("answers", 0.01)):
         batch = batch_of(labels, weight)
         check(differentiated(mixture(), *PROGRAMS[name], batch), batch)

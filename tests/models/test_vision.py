@@ -114,7 +114,7 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel:
 
 @pytest.mark.parametrize(("size", "weights", "gigaflops"), [("b16", 86_567_656, 17.564), ("h14", 632_045_800, 167.295)])
 def test_sizes_equal_those_that_torchvision_publishes(size: str, weights: int, gigaflops: float) -> None:
-    """Of vit_b_16 and vit_h_14; multiply-adds of a forward pass count once there."""
+    """They are those of vit_b_16 and vit_h_14; multiply-adds of a forward pass count once there."""
     model, flops = presets.vit(size), flops_of(presets.vit(size))
     assert model.parameter_count().total == weights
     # Pixels have no gradient.

@@ -58,7 +58,7 @@ def test_bert(case: str, oracle_dir: Path) -> None:
 
 @pytest.mark.parametrize("case", cases(folders(lambda kind: kind in T5)))
 def test_t5(case: str, oracle_dir: Path) -> None:
-    """Logits, loss and the encoder's output."""
+    """Logits, loss and the encoder's output are compared."""
     folder, compare = oracle_dir / "hf" / case, Comparison(case)
     io, opening = stored(folder), opened(folder)
     start, padding = opening.origin.settings["decoder_start_token_id"], opening.origin.settings["pad_token_id"]

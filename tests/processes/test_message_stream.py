@@ -109,7 +109,7 @@ def test_a_process_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strangers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections without the secret, whatever they send."""
+    """A connection without the secret is closed, whatever it sends."""
     service, ports = Service(2), SimpleQueue[int]()
     peers = [ThreadPeers(service, index) for index in range(2)]
 

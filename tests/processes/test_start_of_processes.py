@@ -298,7 +298,7 @@ def test_an_unknown_host(index, monkeypatch, capfd):
 
 
 def test_a_host_that_resolves_later(monkeypatch, capfd):
-    """A resolver that fails for a moment."""
+    """A resolver may fail for a moment."""
     resolve, faults = socket.getaddrinfo, [socket.gaierror(-3, "Temporary failure in name resolution")] * 2
 
     def sometimes(host: str, *rest: object, **more: object) -> object:

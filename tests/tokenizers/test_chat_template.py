@@ -101,7 +101,7 @@ def test_templates_reach_no_attributes_of_python_and_change_nothing(expression: 
 
 
 def test_json_is_that_of_hugging_face() -> None:
-    """Jinja2's own escapes for HTML."""
+    """Jinja2's own filter escapes for HTML."""
     value = {"é": ["<a>", "'&'"], "a": 1}
     for arguments, expected in (
         ("", '{"é": ["<a>", "\'&\'"], "a": 1}'),

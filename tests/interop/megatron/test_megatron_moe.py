@@ -25,7 +25,7 @@ def experts(changes: str) -> MoEConfig:
 
 
 def test_mixtral_8x7b_is_the_preset() -> None:
-    """The flags of examples/mixtral, on 64 GPUs."""
+    """The flags are those of examples/mixtral on 64 GPUs."""
     run = config(
         f"{BIG} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu"
         " --group-query-attention --num-query-groups 8 --position-embedding-type rope --no-position-embedding"
