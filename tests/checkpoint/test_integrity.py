@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from local_sets import damage
+from user_errors import user_error
 
 from megajax.checkpoint import manifest
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.inspection import DAMAGED, survey
 from megajax.checkpoint.manifest import Damaged
 from megajax.checkpoint.reader import CheckpointReader
-from megajax.config.errors import UserError
 from megajax.storage import disk
 
 STATE = {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8), "step": jnp.int32(0)}
@@ -106,28 +106,28 @@ def test_only_damaged_steps_is_an_error(folder, capfd):
     for step in ("00000001", "00000002"):
         damage(folder / step / "meta.json")
     for _ in range(2):  # the second time there are only steps that were set aside
-        with CheckpointConfig().build(folder) as manager, pytest.raises(UserError, match="none of the checkpoints"):
+        with CheckpointConfig().build(folder) as manager, user_error():
             manager.start()
     assert sorted(path.name for path in folder.glob("*.damaged")) == ["00000001.damaged", "00000002.damaged"]
 
 
 def test_a_requested_damaged_step_is_an_error(folder):
     damage(folder / "00000001" / "meta.json")
-    with CheckpointConfig(step=1).build(folder) as manager, pytest.raises(UserError, match=r"step 1 .*meta\.json"):
+    with CheckpointConfig(step=1).build(folder) as manager, user_error():
         manager.start()
     reader = CheckpointReader(folder)
-    with pytest.raises(UserError, match=r"step 1 .*meta\.json"):
+    with user_error():
         reader.restore(1, jax.eval_shape(lambda: STATE))
-    with pytest.raises(UserError, match=r"step 1 .*meta\.json"):
+    with user_error():
         reader.meta(1)
 
 
 def test_a_step_that_was_copied_to_another_number_is_set_aside(folder, capfd):
     shutil.copytree(folder / "00000002", folder / "00000040")
     reason = "it is step 2 in a folder with the name 00000040: the folder was copied or renamed"
-    with pytest.raises(UserError, match=f"step 40 .* is damaged: {reason}"):
+    with user_error():
         CheckpointReader(folder).meta(40)
-    with CheckpointConfig(step=40).build(folder) as manager, pytest.raises(UserError, match=reason):
+    with CheckpointConfig(step=40).build(folder) as manager, user_error():
         manager.start()
     (committed,) = (step for step in survey(folder, lambda step: True) if step.step == 40)
     assert committed.state == DAMAGED and committed.faults == (reason,)

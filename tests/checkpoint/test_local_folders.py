@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from local_sets import sets, small
 from test_local_checkpoints import newest, opened, saved
+from user_errors import user_error
 
 from megajax.checkpoint import step_folders
 from megajax.checkpoint.committed_steps import FolderSteps
 from megajax.checkpoint.local.machine_folder import FILE, RunHistory, base_fault, folder_fault
 from megajax.checkpoint.local.shard_set import FORMER, LocalSet
 from megajax.checkpoint.manifest import Damaged, entry_of, read_manifest, write_manifest
-from megajax.config.errors import UserError
 from megajax.storage.atomic_folders import LOCK, SUFFIX, new_folder
 
 
@@ -32,7 +32,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused_and_nothing_is_deleted(t
     (tmp_path / "shared").mkdir()
     name = run.format(folder=tmp_path) if isinstance(run, str) else run
     (tmp_path / "shared" / FILE).write_text(json.dumps({"run": name, "attempts": []}))
-    with pytest.raises(UserError, match=r"local.json can't be used \(ValueError: run is"):
+    with user_error():
         opened(tmp_path)
     assert thesis.read_text() == "years" and not (tmp_path / "node").exists()
 
@@ -43,7 +43,7 @@ def test_a_damaged_history_neither_hides_nor_deletes_checkpoints(tmp_path: Path,
     history, kept = tmp_path / "shared" / FILE, sets(tmp_path)
     intact = history.read_bytes()
     history.write_bytes(content)
-    with pytest.raises(UserError, match="move it away, and the run starts from its shared checkpoints"):
+    with user_error():
         opened(tmp_path)
     RunHistory.note_without_local(tmp_path / "shared", 0)
     assert "warning" in capfd.readouterr().err and history.read_bytes() == content
@@ -56,17 +56,17 @@ def test_a_folder_that_others_could_have_filled_is_refused(tmp_path: Path) -> No
     saved(tmp_path, 1)
     path = sets(tmp_path)[0].parents[1]
     path.chmod(0o770)
-    with pytest.raises(UserError, match=r"others may write to it \(mode 770\)"):
+    with user_error("checkpoint.local.folder"):
         opened(tmp_path)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="a link or a file"):
+    with user_error("checkpoint.local.folder"):
         opened(tmp_path)
     path.unlink()
     (tmp_path / "elsewhere").chmod(0o700)
     (tmp_path / "elsewhere").rename(path)
     path.parent.chmod(0o777)
-    with pytest.raises(UserError, match="sticky"):
+    with user_error("checkpoint.local.folder"):
         opened(tmp_path)
     path.parent.chmod(0o1777)
     assert newest(tmp_path)[0] == 1
@@ -99,7 +99,7 @@ def test_links_in_the_folder_are_not_followed(tmp_path: Path, process: int) -> N
     shutil.rmtree(path / "process_0")
     (path / f"process_{process}").symlink_to(thesis.parent)
     if process == 0:
-        with pytest.raises(UserError, match="process_0 is a link: remove it"):
+        with user_error():
             opened(tmp_path)
     else:
         with opened(tmp_path) as local:
@@ -112,7 +112,7 @@ def test_a_copy_of_a_run_does_not_use_its_local_checkpoints(tmp_path: Path) -> N
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "shared", copy / "shared")
     (copy / "node").symlink_to(tmp_path / "node")
-    with pytest.raises(UserError, match=r"(?s)names too, as in a copy of that run.*Delete .*copy/shared/local.json"):
+    with user_error():
         opened(copy)
     assert newest(tmp_path)[0] == 1
 
@@ -150,7 +150,7 @@ def test_a_set_of_an_earlier_version_is_refused_and_kept(tmp_path: Path) -> None
     saved(tmp_path, 1)
     (path,) = sets(tmp_path)
     (path / FORMER).write_text("{}")
-    with pytest.raises(UserError, match=r"(?s)format of an earlier version.*delete the folder"):
+    with user_error():
         opened(tmp_path)
     assert sets(tmp_path) == [path]
 

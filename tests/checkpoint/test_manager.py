@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.checkpoint import array_serialization
 from megajax.checkpoint.background_saves import CheckpointError
 from megajax.checkpoint.config import CheckpointConfig, LocalConfig
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 
 
 def state_of(step):
@@ -96,7 +96,7 @@ def test_nothing_is_deleted_when_the_new_step_fails(tmp_path, monkeypatch):
         save_all(manager, [1])
         monkeypatch.setattr(manager, "_commit", lambda save: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
         manager.save(2, state_of(2))
-        with pytest.raises(CheckpointError, match=r"step 2 .*needs 64 B, .* are free \(No space left on device\)"):
+        with user_error(kind=CheckpointError):
             manager.wait()
         assert folders(tmp_path) == ["00000001"]
         monkeypatch.undo()
@@ -178,7 +178,7 @@ def test_loading_from_an_empty_folder_is_an_error(tmp_path, case):
     with CheckpointConfig().build(tmp_path / "missing_step") as manager:
         save_all(manager, [1])
     cfg = CheckpointConfig(load=tmp_path / case, step=9 if case == "missing_step" else None)
-    with cfg.build(tmp_path / "own") as manager, pytest.raises(UserError, match=r"no checkpoint"):
+    with cfg.build(tmp_path / "own") as manager, user_error():
         manager.start()
 
 
@@ -193,7 +193,7 @@ def test_going_back_sets_later_steps_aside(tmp_path, capfd):
         save_all(manager, [3])
     assert folders(tmp_path) == ["00000001", "00000002", "00000003", "00000003.abandoned"]
     assert "00000003.abandoned" in capfd.readouterr().err
-    with CheckpointConfig(step=7).build(tmp_path) as manager, pytest.raises(UserError, match="no checkpoint of step 7"):
+    with CheckpointConfig(step=7).build(tmp_path) as manager, user_error():
         manager.start()
 
 
@@ -219,7 +219,7 @@ def test_the_folder_of_a_running_writer_is_left_alone(tmp_path, monkeypatch):
     try:
         assert holder.stdout.readline() == "ready\n"
         (tmp_path / "00000003.0123abcd0001.saving").mkdir()
-        with pytest.raises(UserError, match=f"being written by .*pid {holder.pid}"):
+        with user_error():
             CheckpointConfig().build(tmp_path)
         assert folders(tmp_path) == ["00000003.0123abcd0001.saving"]
     finally:
@@ -238,13 +238,13 @@ def test_an_unwritable_folder_is_an_error_at_the_start(tmp_path):
                 parent.chmod(0o755)
         os.seteuid(65534)
     try:
-        with pytest.raises(UserError, match=r"can't be written to .*Permission denied"):
+        with user_error():
             CheckpointConfig().build(tmp_path / "checkpoints")
     finally:
         os.seteuid(was)
         tmp_path.chmod(0o700)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"can't be written to"):
+    with user_error():
         CheckpointConfig().build(tmp_path / "file" / "checkpoints")
 
 
@@ -256,7 +256,7 @@ def test_a_failing_disk_keeps_older_steps_and_gives_one_line(tmp_path, capfd):
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
             manager.save(2, {"w": jnp.ones((512, 512))})
-            with pytest.raises(CheckpointError, match=r"^checkpoint step 2 not saved: .*File too large.*$") as caught:
+            with user_error(kind=CheckpointError) as caught:
                 manager.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from local_sets import damage, pack_of
+from user_errors import user_error
 
 from megajax.checkpoint.local import remote_shards
 from megajax.checkpoint.local.remote_shards import (
@@ -29,7 +30,6 @@ from megajax.checkpoint.manifest import Damaged, entry_of
 from megajax.checkpoint.pack_writer import copy_to_host
 from megajax.checkpoint.step_folders import META
 from megajax.checkpoint.zarr_reader import StoredArrays
-from megajax.config.errors import UserError
 
 SECRET = b"s" * 32
 BOX = (slice(0, 3), slice(4, 8))
@@ -241,9 +241,9 @@ def test_replicas_are_on_another_machine_where_there_is_one(machines, sources):
 
 
 def test_replicas_that_would_be_on_their_own_process_are_refused():
-    with pytest.raises(UserError, match="jump of 4"):
+    with user_error("checkpoint.local.replicas"):
         FakeMembers(0, "abcd").demand_replicas(1, 4)
-    with pytest.raises(UserError, match="replicas=4"):
+    with user_error("checkpoint.local.replicas"):
         FakeMembers(0, "abcd").demand_replicas(4, 1)
     FakeMembers(0, "abcd").demand_replicas(3, 1)
 

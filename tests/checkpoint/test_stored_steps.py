@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from object_stores import faulty, serving
+from user_errors import user_error
 
 from megajax.checkpoint import inspection, object_store_steps
 from megajax.checkpoint.background_saves import CheckpointError
@@ -72,7 +73,7 @@ def test_a_run_saves_resumes_and_retires_steps(bucket: str, tmp_path: Path) -> N
             CheckpointConfig(**settings).build(tmp_path / "checkpoints")
     with CheckpointConfig().build(tmp_path / "other") as local:
         local.save(1, STATE)
-    with pytest.raises(UserError, match="where this run would begin anew"):
+    with user_error():
         CheckpointConfig(store=Path(f"{bucket}/c")).build(tmp_path / "other")
 
 
@@ -123,13 +124,13 @@ def test_another_run_is_refused_until_its_lease_ends(bucket: str, tmp_path: Path
 
     with monkeypatch.context() as patch:
         patch.setattr(stores.Store, "generation", renewed)
-        with pytest.raises(UserError, match="is being written by elsewhere pid 7"):
+        with user_error():
             manager(tmp_path, f"{bucket}/lease")
     with manager(tmp_path, f"{bucket}/lease") as second:  # it is not renewed any more
         second.save(1, STATE)
         second.wait()
         store.write("lease", "elsewhere pid 8 0 token")  # and now another run takes it over from this one
-        with pytest.raises(CheckpointError, match="another run has taken over"):
+        with user_error(kind=CheckpointError):
             second.save(2, STATE)
             second.wait()
     assert stored_names(f"{bucket}/lease") == ["00000001"]
@@ -159,7 +160,7 @@ def test_a_failing_store_is_retried_then_refused_in_one_line(bucket: str, tmp_pa
         with manager(tmp_path, f"{bucket}/faults") as saving:  # nothing was set aside as damaged
             assert saving.start() == (saving, 1)
             proxy.inject("503", 1000)
-            with pytest.raises(CheckpointError, match="All 3 retry attempts failed"):
+            with user_error(kind=CheckpointError):
                 saving.save(2, STATE)
                 saving.wait()
             proxy.inject("503", 0)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.batch import Leaf
-from megajax.config.errors import UserError
 from megajax.data.language_benchmarks import glue, race, squad
 from megajax.data.language_benchmarks.config import (
     GLUE,
@@ -62,7 +62,7 @@ def test_a_pair_has_the_marks_and_types_and_padding_of_BERT(word_tokenizer):
 def test_without_cls_and_sep_the_end_of_document_is_used():
     row = SequenceBuilder(ByteTokenizerConfig().build(), schema(8))(np.array([5, 6]), np.array([7]))
     assert row["tokens"].tolist() == [256, 5, 6, 256, 7, 256, 256, 256]
-    with pytest.raises(UserError, match="sequences of 8 tokens or more, the model reads 7"):
+    with user_error():
         SequenceBuilder(ByteTokenizerConfig().build(), schema(7))
 
 
@@ -143,19 +143,19 @@ LABELLED, SCORED = (f"index\tsentence1\tsentence2\t{name}\n" for name in ("label
 
 
 @pytest.mark.parametrize(
-    ("task", "text", "message"),
+    ("task", "text"),
     [
-        ("rte", LABELLED + "0\ta\tb\n", r"train.tsv, line 2: has 3 columns .* expected 4"),
-        ("rte", LABELLED.replace("e2", "e_2"), r"line 1: no column 'sentence2'.*did you mean sentence_2"),
-        ("rte", LABELLED + "0\ta\tb\tmaybe\n", r"line 2: label 'maybe', expected one of entail"),
-        ("rte", LABELLED + "0\ta\t \tentailment\n", r"line 2: a text is empty"),
-        ("rte", LABELLED, r"has no examples of rte"),
-        ("stsb", SCORED + "0\ta\tb\t5.1\n", r"line 2: score '5.1', expected a number from 0"),
-        ("stsb", SCORED + "0\ta\tb\tnan\n", r"line 2: score 'nan'"),
+        ("rte", LABELLED + "0\ta\tb\n"),
+        ("rte", LABELLED.replace("e2", "e_2")),
+        ("rte", LABELLED + "0\ta\tb\tmaybe\n"),
+        ("rte", LABELLED + "0\ta\t \tentailment\n"),
+        ("rte", LABELLED),
+        ("stsb", SCORED + "0\ta\tb\t5.1\n"),
+        ("stsb", SCORED + "0\ta\tb\tnan\n"),
     ],
 )
-def test_errors_name_the_file_and_line(task, text, message, word_tokenizer, tmp_path):
-    with pytest.raises(UserError, match=message):
+def test_errors_name_the_file_and_line(task, text, word_tokenizer, tmp_path):
+    with user_error():
         read_glue(task, text, word_tokenizer, tmp_path)
 
 
@@ -165,12 +165,12 @@ def test_missing_files_and_other_numbers_of_classes_are_refused(word_tokenizer, 
         config = GlueConfig(task="rte", path=str(tmp_path))
         glue.build_splits(config, tokenizer=word_tokenizer, schema=reads, rows=Rows(1), seed=1)
 
-    with pytest.raises(UserError, match=r"train.tsv: cannot be read: No such file.*data.path"):
+    with user_error():
         build(2)
-    with pytest.raises(UserError, match=r"rte has 2 classes, .*; model.head.classes is 3"):
+    with user_error():
         build(3)
     (tmp_path / "train.tsv").write_bytes(b"index\xff")
-    with pytest.raises(UserError, match=r"train.tsv: byte 5 is not UTF-8"):
+    with user_error():
         build(2)
 
 
@@ -200,31 +200,31 @@ def test_options_fill_the_gap_or_follow_the_question(word_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"answers": ["B"]}, "2 questions, 2 options, 1 answers; expected lists of the same length"),
-        ({"answers": ["B", "E"]}, "line 1: question 2 has answer 'E', expected A, B, C, D"),
-        ({"options": [["a"], ["a"]]}, "question 1 must be a text with 4 options"),
-        ({"article": 3}, "article is not a string"),
+        {"answers": ["B"]},
+        {"answers": ["B", "E"]},
+        {"options": [["a"], ["a"]]},
+        {"article": 3},
     ],
 )
-def test_errors_in_articles(change, message, word_tokenizer, tmp_path):
+def test_errors_in_articles(change, word_tokenizer, tmp_path):
     write_text(tmp_path / "dev/1.txt", json.dumps({**ARTICLE, **change}))
-    with pytest.raises(UserError, match=message):
+    with user_error():
         race.read_split(RaceConfig(path=str(tmp_path)), "validation", word_tokenizer, schema(20, choices=4))
 
 
 def test_unsuitable_folders_and_models(word_tokenizer, tmp_path):
     config = RaceConfig(path=str(tmp_path))
-    with pytest.raises(UserError, match="4 sequences in a row; the model's tokens have the shape"):
+    with user_error():
         race.read_split(config, "train", word_tokenizer, schema(20))
-    with pytest.raises(UserError, match=r"train: no files NAME.txt"):
+    with user_error():
         race.read_split(config, "train", word_tokenizer, schema(20, choices=4))
     write_text(tmp_path / "train/1.txt", "{\n")
-    with pytest.raises(UserError, match=r"1.txt, line 1: is not JSON"):
+    with user_error():
         race.read_split(config, "train", word_tokenizer, schema(20, choices=4))
     write_text(tmp_path / "train/1.txt", '{"article": ""}\n')
-    with pytest.raises(UserError, match="lacks questions, options, answers"):
+    with user_error():
         race.read_split(config, "train", word_tokenizer, schema(20, choices=4))
 
 
@@ -258,22 +258,19 @@ def test_windows_cover_a_paragraph_and_know_their_answers(word_tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("{", "is not JSON"),
-        ("{}", "lacks data; it has nothing. This is not the format of SQuAD"),
-        (questions(question("a", None), question("a", None), context="a"), "question 2: id a is given twice"),
-        (questions({"id": "a", "question": "?", "answers": []}, context="a"), "lacks is_impossible"),
-        (
-            questions({**question("a", "a"), "answers": [{"text": "a", "answer_start": "0"}]}, context="a"),
-            'answer_start is "0"',
-        ),
-        (questions({**question("a", "a"), "answers": []}, context="a"), "has no answers; in version 2.0"),
+        "{",
+        "{}",
+        questions(question("a", None), question("a", None), context="a"),
+        questions({"id": "a", "question": "?", "answers": []}, context="a"),
+        questions({**question("a", "a"), "answers": [{"text": "a", "answer_start": "0"}]}, context="a"),
+        questions({**question("a", "a"), "answers": []}, context="a"),
     ],
 )
-def test_errors_in_questions(text, message, word_tokenizer, tmp_path):
+def test_errors_in_questions(text, word_tokenizer, tmp_path):
     write_text(tmp_path / "dev-v2.0.json", text)
-    with pytest.raises(UserError, match=message):
+    with user_error():
         squad.read_split(SquadConfig(path=str(tmp_path)), "validation", word_tokenizer, schema(12))
 
 

@@ -4,8 +4,8 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.data.rows.config import CyclicConfig
 from megajax.data.rows.cyclic import CyclicRows, permutation
 
@@ -60,7 +60,7 @@ def test_attributes_of_the_source_are_reported() -> None:
         orders.add(rows.order())
         assert rows.skipped == {"corrupt": 3} and rows.passes == 6
     assert len(orders) == 3 and all(order.endswith("-x") for order in orders)
-    with pytest.raises(UserError, match="the data has 10 rows, expected at least the 12 of a microbatch"):
+    with user_error("data.loader.cyclic"):
         cyclic(10, shards=3, micro=4, buckets=True)
     with pytest.raises(IndexError):
         cyclic(10, rows=30, shards=1, micro=1, buckets=True)[30]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from token_files import tokenizer, write
+from user_errors import user_error
 
 from megajax.data.images.decoding import read_at, read_bounded
 from megajax.data.rows.loader import read_rows
@@ -60,11 +61,11 @@ def test_truncated_documents_and_files_are_named(tmp_path: Path) -> None:
     side = IndexedTokens(write(tmp_path / "side", DOCUMENTS))
     os.truncate(tokens_path(side.prefix), 100)
     for read_item in (lambda: side.document(19), side.read_all, lambda: side.sequence(7, 30)):
-        with pytest.raises(ChangedFile, match="100 now"):
+        with user_error(kind=ChangedFile):
             read_item()
     assert side.sequence(0).tolist() == DOCUMENTS[0]
     os.truncate(index_path(side.prefix), 0)
-    with pytest.raises(ChangedFile, match="number 19 cannot be looked up"):
+    with user_error(kind=ChangedFile):
         side.document(19)
 
 
@@ -149,16 +150,14 @@ def test_an_error_that_stays_ends_in_one_message(
     source: Any, waits: list[float], monkeypatch: pytest.MonkeyPatch, retries: int
 ) -> None:
     requests = failing(monkeypatch, errno.EIO, times=1000)
-    with pytest.raises(
-        ReadError, match=r"row 3 of the data cannot be read .*text.bin: .*\(EIO\).*data.loader.retri"
-    ) as e:
+    with user_error(kind=ReadError) as e:
         read(source, retries=retries)
     assert e.value.code == 1 and len(requests) == retries + 1 and len(waits) == retries
 
 
 def test_permanent_errors_are_not_retried(source: Any, waits: list[float], monkeypatch: Any) -> None:
     failing(monkeypatch, errno.EMFILE, times=1000)
-    with pytest.raises(ReadError, match=r"row 3 of the data cannot be read: .*text.bin: .*\(EMFILE\)"):
+    with user_error(kind=ReadError):
         read(source)
     assert not waits
 
@@ -195,7 +194,7 @@ def test_waits_double_up_to_a_limit(waits: list[float]) -> None:
     def fails() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with pytest.raises(ReadError, match="in 11 tries"):
+    with user_error(kind=ReadError):
         with_retries(fails, "it", 10)
     assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from token_files import EOD, write, write_random
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, FillInMiddleConfig
 from megajax.models.decoder.config import text_schema
@@ -142,5 +142,5 @@ def test_invalid_settings(options: dict[str, Any], setting: str) -> None:
 
 
 def test_a_token_that_the_tokenizer_lacks(prefix: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.middle_token='<m>': the tokenizer letters has no such token"):
+    with user_error("data.middle_token"):
         build(fill(prefix, middle_token="<m>"))

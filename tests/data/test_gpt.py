@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from token_files import EOD, tokenizer, write, write_random
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.preprocessing.preprocessing import preprocess_text
 from megajax.data.rows.splits import Rows
 from megajax.data.text.config import BlendConfig, MockConfig
@@ -98,14 +98,12 @@ def test_pad_token_of_the_tokenizer(tmp_path: Path) -> None:
 def test_tokens_outside_the_vocabulary(tmp_path: Path, dtype: type, token: int) -> None:
     documents = [[1] * 6, [2] * 6, [3, 3, 3, token, 3, 3]]
     dataset = build(write(tmp_path / "c", documents, dtype), 5, Rows(None), split="1").train
-    with pytest.raises(
-        UserError, match=rf"token {token} in document 2 \(sequence 2\) at position 3 .* vocabulary of 100"
-    ):
+    with user_error():
         [dataset[row] for row in range(len(dataset))]
 
 
 def test_floating_point_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="float32, but tokens must be integers"):
+    with user_error():
         build(write(tmp_path / "c", [[1, 2, 3]], np.float32), 2, Rows(None), split="1")
 
 
@@ -133,7 +131,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, name: str, value: int) -> None
     (file,), array = dataset.index_files, getattr(dataset.index, name)
     content = file.read_bytes()
     file.write_bytes(content.replace(array.tobytes(), np.full(array.shape, value).astype(array.dtype).tobytes()))
-    with pytest.raises(UserError, match=rf"the index of its rows is damaged, at row 0 \({file}\)\. Delete that file"):
+    with user_error():
         build(prefix, 8, Rows(None), split="1").train[0]
 
 

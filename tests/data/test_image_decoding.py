@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from image_files import gradient
 from PIL import Image, ImageOps
+from user_errors import user_error
 
 from megajax.config import optional_packages as missing
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.images.config import AugmentConfig, ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.images.decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
 from megajax.data.images.transforms import Crop, change_colours, crop_image, inner_box, random_crop
@@ -117,7 +117,7 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(name=name.partition(".")[0])
 
     monkeypatch.setattr(missing.importlib, "import_module", absent)
-    with pytest.raises(UserError, match=r"Reading images needs the package PIL.*--extra images"):
+    with user_error():
         StoredPicture(b"x", 1)
 
 

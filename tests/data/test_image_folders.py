@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from image_files import COLOURS, class_folders, gradient, mask_schema, plain, saved, schema
 from PIL import Image
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
@@ -52,7 +53,7 @@ def test_folders_of_splits(tmp_path: Path) -> None:
     assert len(splits.train) == 6 and splits.test is None
     assert [int(splits.valid[row]["labels"]) for row in range(4)] == [2] * 4
     saved(tmp_path / "val" / "pink" / "x.png", plain((9, 9, 9)))
-    with pytest.raises(UserError, match=r"pink: no such class in the training data, which has blue, green, red"):
+    with user_error():
         classes(tmp_path, Rows(1, 1))
 
 
@@ -139,26 +140,26 @@ def test_no_item_can_be_read(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / "a" / f"{number}.png").write_text("no image")
-    with pytest.raises(UserError, match=r"none of 3 items can be read.*not an image"):
+    with user_error():
         classes(tmp_path, split="1", on_error="skip").train[0]
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make",
     [
-        (lambda root: None, "no folders"),
-        (lambda root: (root / "a").mkdir(), "no images"),
-        (lambda root: [(root / name).mkdir() for name in "abcd"], "has 4 classes, the model has 3"),
+        lambda root: None,
+        lambda root: (root / "a").mkdir(),
+        lambda root: [(root / name).mkdir() for name in "abcd"],
     ],
 )
-def test_folders_that_do_not_fit(tmp_path: Path, make: Any, message: str) -> None:
+def test_folders_that_do_not_fit(tmp_path: Path, make: Any) -> None:
     make(tmp_path)
-    with pytest.raises(UserError, match=message):
+    with user_error():
         classes(tmp_path)
 
 
 def test_a_path_that_is_not_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
+    with user_error("data.path"):
         classes(tmp_path / "absent")
 
 
@@ -187,10 +188,10 @@ def test_image_and_mask_are_cropped_and_flipped_together(tmp_path: Path) -> None
 
 def test_masks_that_do_not_fit(tmp_path: Path) -> None:
     saved(tmp_path / "images" / "a.png", plain((1, 2, 3)))
-    with pytest.raises(UserError, match="no folder masks/"):
+    with user_error():
         masks(tmp_path)
     (tmp_path / "masks").mkdir()
-    with pytest.raises(UserError, match=r"a\.png: no mask a in"):
+    with user_error():
         masks(tmp_path)
     for mask, message in [
         (Image.new("L", (20, 23)), "the image has 20 x 24 pixels, the mask 20 x 23"),

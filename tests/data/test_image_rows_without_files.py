@@ -3,10 +3,9 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from image_files import mask_schema, schema
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.data.images.config import MockImagesConfig, MockMasksConfig
 from megajax.data.rows.loader import read_rows
 from megajax.data.rows.splits import Rows
@@ -41,5 +40,5 @@ def test_rectangles_are_where_their_classes_are() -> None:
 
 
 def test_a_seed_that_no_generator_takes_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.seed: expected 0 to 4294967295"):
+    with user_error("data.seed"):
         build(MockImagesConfig(seed=-1), Rows(5))

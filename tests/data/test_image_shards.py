@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from image_files import gradient, schema
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
 from megajax.config.errors import UserError
@@ -91,26 +92,26 @@ def header(name: str, size: bytes, kind: bytes = b"0", content: bytes = b"") -> 
 
 
 @pytest.mark.parametrize(
-    ("members", "message"),
+    "members",
     [
-        (header("a.png", b"-2000"), r"no header at byte 0 \(the size b'-2000'\)"),
-        (header("a.png", b"0") + header("b.png", b"-1000"), "no header at byte 512"),
-        (header("a.png", b"+10"), "no header at byte 0"),
-        (header("a.png", b"1_0"), "no header at byte 0"),
-        (header("x", b"%o" % 15, b"x", b"14 size=-1024\n") + header("a.png", b"0"), "no header at byte 1024"),
-        (header("x", b"%o" % 200, b"x", b"99 size=%b\n" % (b"9" * 150)) + header("a.png", b"0"), "at byte 1024"),
-        (header("x", b"%o" % 2**17, b"x", bytes(2**17)), "header at byte 0 has 131,072 bytes, at most 65,536"),
-        (header("x", b"%o" % 2**17, b"L", bytes(2**17)), "header at byte 0 has 131,072 bytes, at most 65,536"),
-        (header("a.png", b"\xff" * 12), "but a file in it ends at"),
-        (header("a.png", b"77777777777"), "but a file in it ends at"),
-        (header("a.png", b"0", b"S"), "the file at byte 0 is sparse"),
-        (header("x", b"%o" % 22, b"x", b"22 GNU.sparse.major=1\n"), "the file at byte 0 is sparse"),
+        header("a.png", b"-2000"),
+        header("a.png", b"0") + header("b.png", b"-1000"),
+        header("a.png", b"+10"),
+        header("a.png", b"1_0"),
+        header("x", b"%o" % 15, b"x", b"14 size=-1024\n") + header("a.png", b"0"),
+        header("x", b"%o" % 200, b"x", b"99 size=%b\n" % (b"9" * 150)) + header("a.png", b"0"),
+        header("x", b"%o" % 2**17, b"x", bytes(2**17)),
+        header("x", b"%o" % 2**17, b"L", bytes(2**17)),
+        header("a.png", b"\xff" * 12),
+        header("a.png", b"77777777777"),
+        header("a.png", b"0", b"S"),
+        header("x", b"%o" % 22, b"x", b"22 GNU.sparse.major=1\n"),
     ],
 )
-def test_false_sizes_are_refused(tmp_path: Path, members: bytes, message: str) -> None:
+def test_false_sizes_are_refused(tmp_path: Path, members: bytes) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(members + bytes(1024))
-    with pytest.raises(UserError, match=r"0\.tar: cannot be read as a tar file: .*" + message):
+    with user_error():
         image_shards.scan(path, "label")
 
 
@@ -122,7 +123,7 @@ def test_a_sample_of_many_files_is_skipped(tmp_path: Path) -> None:
 
 
 def test_a_pattern_of_too_many_files_is_refused() -> None:
-    with pytest.raises(UserError, match="stands for 1,000,000,000 files"):
+    with user_error("data"):
         image_shards.find_shards(["{0..999999999}.tar"])
 
 
@@ -157,7 +158,7 @@ def test_the_index_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pyt
 def test_splits(tmp_path: Path) -> None:
     shares = build(tmp_path, Rows(None, None, None), paths=(shards(tmp_path),), split="60,20,20")
     assert [len(part) for part in shares] == [9, 3, 3]
-    with pytest.raises(UserError, match="the data has 3 classes, the model has 2"):
+    with user_error():
         build(tmp_path, classes=2, paths=(shards(tmp_path),))
     first, second = (str(tmp_path / f"train-00{number}.tar") for number in range(2))
     splits = build(tmp_path, Rows(10, None, 5), train_paths=(first,), valid_paths=(second,))
@@ -170,7 +171,7 @@ def test_patterns(tmp_path: Path) -> None:
     assert [path.name for path in stars] == ["train-010.tar", "train-011.tar"]
     braces = image_shards.find_shards([str(tmp_path / "train-{002..004}.tar"), str(tmp_path / "train-000.tar")])
     assert [path.stem[-3:] for path in braces] == ["002", "003", "004", "000"]
-    with pytest.raises(UserError, match=r"no tar files match .*none-\*\.tar"):
+    with user_error("data"):
         image_shards.find_shards([str(tmp_path / "none-*.tar")])
 
 
@@ -181,12 +182,12 @@ BAD = sorted(({f"x{n}.png": picture(20) for n in (1, 3, 4, 5)} | LABELS).items()
 
 def test_samples_without_image_or_class(tmp_path: Path) -> None:
     write(tmp_path / "a.tar", [*samples(0, 3), *BAD])
-    with pytest.raises(UserError, match=r"a\.tar: x1: the sample has \.png, but neither \.cls .*\n.*4 more samples"):
+    with user_error():
         build(tmp_path, paths=(str(tmp_path / "a.tar"),))
     rows = build(tmp_path, paths=(str(tmp_path / "a.tar"),), split="1", on_error="skip").train
     assert len(rows) == 3 and rows.skipped == {"no class": 4, "no image": 1}
     write(tmp_path / "a.tar", BAD)
-    with pytest.raises(UserError, match="neither"):
+    with user_error():
         build(tmp_path, paths=(str(tmp_path / "a.tar"),), on_error="skip")
 
 
@@ -200,7 +201,7 @@ def test_tar_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"{name}\.tar: .*{message}"):
             build(tmp_path, paths=(str(tmp_path / f"{name}.tar"),))
     path = write(tmp_path / "empty.tar", [])
-    with pytest.raises(UserError, match=r"empty\.tar: no samples in 1 tar files"):
+    with user_error():
         build(tmp_path, paths=(str(path),))
 
 
@@ -208,7 +209,7 @@ def test_a_tar_file_that_is_truncated_after_it_was_indexed(tmp_path: Path) -> No
     path = write(tmp_path / "a.tar", samples(0, 3))
     rows = build(tmp_path, paths=(str(path),), split="1").train
     path.write_bytes(path.read_bytes()[:600])
-    with pytest.raises(UserError, match=r"ends at byte 600: it is truncated"):
+    with user_error():
         [rows[row] for row in range(3)]
 
 

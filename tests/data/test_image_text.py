@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from image_files import gradient, plain, saved
+from user_errors import user_error
 
 from megajax.batch import Leaf, Patches, Placeholder
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.images.config import ImageTextConfig, MockCaptionsConfig
 from megajax.data.images.decoding import ArrayPicture
 from megajax.data.images.transforms import affordable_tiles, fit_image, grid, tile_image
@@ -108,12 +108,12 @@ def test_the_tokenizer_gives_the_image_token(tmp_path: Path) -> None:
     ids = tokenizer.encode("user: <image>a<more>\nassistant: b\n").tolist()
     assert ids.count(257) == 1
     check(row, [*ids[:6], 257, 257, *ids[7:], EOD], ["b\n", EOD])
-    with pytest.raises(UserError, match=r"is 257, model.image_token is 256: set model.image_token=257"):
+    with user_error():
         build(config, tokenizer=tokenizer, vocabulary=259, token=256)
-    with pytest.raises(UserError, match=r"model.image_token=256 is a token of the text: .* 0 to 256"):
+    with user_error("model.image_token"):
         build(config, token=EOD)
     caption = lines(tmp_path, {"image": "red.png", "caption": "a <image>"})
-    with pytest.raises(UserError, match=r"its text has the image token \(image marker without image\)"):
+    with user_error():
         build(caption, tokenizer=tokenizer, vocabulary=259).train[0]
 
 
@@ -171,19 +171,19 @@ def test_images_of_any_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "reason"),
+    "images",
     [
-        (["red.png"] * 2, "its images have more patches than the 24 that the model's rows have room for"),
-        (["red.png"] * 4, "4 images, the model's rows have 3 slots"),
+        ["red.png"] * 2,
+        ["red.png"] * 4,
     ],
 )
-def test_images_that_a_row_has_no_room_for(tmp_path: Path, images: list[str], reason: str) -> None:
-    with pytest.raises(UserError, match=rf"line 1.*: {reason} \(too many images\)"):
+def test_images_that_a_row_has_no_room_for(tmp_path: Path, images: list[str]) -> None:
+    with user_error():
         built(lines(tmp_path, {"image": images, "caption": "x"}))[0]
 
 
 def test_tiles_of_images_of_any_size_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.tiles=2: the model reads images of any size"):
+    with user_error("data.tiles"):
         built(lines(tmp_path, {"image": "red.png", "caption": "x"}, tiles=2))
 
 
@@ -214,7 +214,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("line", "reason", "detail"), REFUSED)
 def test_refused_lines(tmp_path: Path, line: Any, reason: str, detail: str) -> None:
-    with pytest.raises(UserError, match=rf"rows\.jsonl, line 2, row \d: .*\({reason}\)\. Repair") as error:
+    with user_error() as error:
         rows = build(lines(tmp_path, CAPTION, line)).train
         [rows[row] for row in range(2)]
     assert detail in str(error.value)
@@ -225,18 +225,18 @@ def test_refused_lines(tmp_path: Path, line: Any, reason: str, detail: str) -> N
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     config = lines(tmp_path, CAPTION)
     (tmp_path / "rows.jsonl").write_text("[\n{}]")
-    with pytest.raises(UserError, match="is one JSON list"):
+    with user_error():
         build(config)
     (tmp_path / "rows.jsonl").write_text("\n\r\n")
-    with pytest.raises(UserError, match="no lines"):
+    with user_error():
         build(config)
     (tmp_path / "rows.jsonl").write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(UserError, match="is compressed"):
+    with user_error():
         build(config)
     (tmp_path / "rows.jsonl").unlink()
-    with pytest.raises(UserError, match="no such file"):
+    with user_error("data"):
         build(config)
-    with pytest.raises(UserError, match=r"an image takes 64 positions, and the model's rows have 64"):
+    with user_error():
         build(lines(tmp_path, CAPTION), count=64)
 
 
@@ -290,7 +290,7 @@ def test_tiles_in_rows(tmp_path: Path) -> None:
     assert row["images"][0][..., 0].mean() < 70 and row["images"][1][..., 0].mean() > 180
     two = build(lines(tmp_path, {"image": ["wide.png"] * 2, "caption": "x"}, tiles=2)).train[0]
     assert two["tokens"].tolist().count(TOKEN) == 4 and two["images"][1].any() and not two["images"][2].any()
-    with pytest.raises(UserError, match=r"data.tiles=2: .* up to 3 slots, and the model's rows have 2"):
+    with user_error("data.tiles"):
         build(config, slots=2)
 
 
@@ -326,7 +326,7 @@ def test_several_shapes_of_any_size() -> None:
         counts.add(len(words))
         grids.update(used)
     assert counts == {1, 2} and len(grids) > 1
-    with pytest.raises(UserError, match=r"data.images=2, and the model's rows have 1 slots"):
+    with user_error("data.images"):
         build(config, slots=1)
 
 

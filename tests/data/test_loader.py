@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from user_errors import user_error
 from waiting import wait_until
 
 from megajax.batch import Leaf, batch_schema
@@ -132,14 +133,14 @@ def test_rows_beyond_the_end_of_the_data_are_an_error() -> None:
     with load(sharding, source=Numbers(40)) as loader:
         next(loader)
         next(loader)
-        with pytest.raises(UserError, match="needs rows 32 to 47, but the data has 40"):
+        with user_error():
             next(loader)
     with load(sharding, consumed=40, source=Numbers(40)) as finished:
         assert finished.consumed == 40
 
 
 def test_microbatches_must_divide() -> None:
-    with pytest.raises(UserError, match="16 rows cannot be cut into 3"):
+    with user_error():
         load(layout((1, 1, 1, 1, 1)), microbatches=3)
 
 
@@ -164,38 +165,38 @@ def test_sample_numbers_wrap_at_32_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    "row",
     [
-        ({"tokens": None}, "has no tokens, which the model reads; it has labels"),
-        ({"tokens": np.zeros(3, np.int32)}, r"tokens of shape \(3,\), the model reads \(8,\)"),
-        ({"tokens": np.full(S, 0.5)}, "tokens of dtype float64, the model reads int32"),
-        ({"loss_mask": np.full(S, "1")}, "loss_mask of dtype <U1, the model reads float32"),
-        ({"labels": np.arange(9_993, 9_993 + S)}, "labels from 9993 to 10000, the model reads 0 to 9999"),
-        ({"labels": np.full(S, -1)}, "labels from -1 to -1"),
+        {"tokens": None},
+        {"tokens": np.zeros(3, np.int32)},
+        {"tokens": np.full(S, 0.5)},
+        {"loss_mask": np.full(S, "1")},
+        {"labels": np.arange(9_993, 9_993 + S)},
+        {"labels": np.full(S, -1)},
     ],
     ids=["missing", "shape", "dtype", "text", "above", "below"],
 )
-def test_a_row_that_does_not_match_the_schema_is_refused(row: dict[str, Any], message: str) -> None:
+def test_a_row_that_does_not_match_the_schema_is_refused(row: dict[str, Any]) -> None:
     class Wrong(Numbers):
         def __getitem__(self, number: int) -> dict[str, np.ndarray]:
             right = super().__getitem__(number)
             return {name: value for name, value in (right | row).items() if value is not None} if number == 6 else right
 
-    with pytest.raises(UserError, match=f"row 6 of the data has {message.removeprefix('has ')}"):
+    with user_error():
         read_rows(Wrong(), SCHEMA, 0, np.array([2, 6]))
 
 
 def test_a_class_id_outside_the_range_is_refused_unless_it_does_not_count() -> None:
     schema = {"labels": Leaf("int32", (2,), (None,), below=3, ignored=255)}
     assert read_rows([{"labels": np.array([2, 255])}], schema, 0, np.array([0]))["labels"].tolist() == [[2, 255]]
-    with pytest.raises(UserError, match=r"labels from 7 to 7, the model reads 0 to 2, and 255 for ignored values"):
+    with user_error():
         read_rows([{"labels": np.array([7, 255])}], schema, 0, np.array([0]))
 
 
 def test_integers_of_any_size_are_read_and_a_row_must_be_a_mapping() -> None:
     schema = {"label": Leaf("uint8")}
     assert read_rows([{"label": 3}], schema, 0, np.array([0]))["label"].tolist() == [3]
-    with pytest.raises(UserError, match="it has a list, and must be a mapping"):
+    with user_error():
         read_rows([[3]], schema, 0, np.array([0]))
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSentencesConfig
 from megajax.data.masked.sample_map import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
 from megajax.data.masked.samples import Masking, NgramMasking
@@ -215,18 +215,16 @@ def test_rows_depend_on_number_and_seed_only_and_the_index_is_cached(tmp_path):
 
 def test_bad_data(tmp_path):
     prefix = write(tmp_path / "text", [[], [[20] * 3], [[20] * 600, [20]]])
-    with pytest.raises(
-        UserError, match=r"text, split train: none of its 3 documents can be used: 1 have no sentence, 2"
-    ):
+    with user_error():
         build(prefix, tmp_path)
-    with pytest.raises(UserError, match=r"masked sentences need .* has no mask token. Choose the WordPiece tokenizer"):
+    with user_error():
         build(prefix, tmp_path, pieces=tokenizer(specials={"cls": 1, "sep": 2}))
-    with pytest.raises(UserError, match="does not distinguish words from pieces"):
+    with user_error():
         build(prefix, tmp_path, pieces=tokenizer(continues=None))
     prefix = write(tmp_path / "other", [[[20, 21], [200]]])
-    with pytest.raises(UserError, match=r"token 200 in document 0 .* outside the vocabulary of 100"):
+    with user_error():
         build(prefix, tmp_path)[0]
-    with pytest.raises(UserError, match="rows have 1 positions for text"):
+    with user_error():
         build(prefix, tmp_path, length=4)
 
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.batch import Leaf
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSpansConfig
 from megajax.data.masked.spans import with_sentinels
 from megajax.data.rows.splits import Rows
@@ -86,7 +86,7 @@ def test_text_beyond_the_row_is_truncated(prefix):
 
 
 def test_unsuitable_tokenizers(prefix):
-    with pytest.raises(UserError, match=r"masked spans need .* has no bos token"):
+    with user_error():
         build(prefix, pieces=tokenizer(specials={"eos": EOS}))
-    with pytest.raises(UserError, match=r"need sentinels, .* pieces has none. Set tokenizer.extra_ids=100"):
+    with user_error():
         build(prefix, pieces=tokenizer(sentinels=()))

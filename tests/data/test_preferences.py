@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from small_jobs import model
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.chat.config import PreferencesConfig
 from megajax.data.chat.preferences import Judged, mismatched, nearest
 from megajax.data.rows.splits import Rows
@@ -128,33 +128,33 @@ def test_few_earlier_answers_decide_like_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message", "reason"),
+    ("line", "reason"),
     [
-        ({"prompt": "q", "chosen": "a"}, r"no rejected answer under 'rejected'; the keys are 'p", "no rejected answer"),
-        (TEXT | {"rejected": ""}, "no rejected answer under 'rejected'", "no rejected answer"),
-        (TEXT | {"rejected": "yes"}, "the chosen and the rejected answer are equal", "equal answers"),
-        ({"chosen": [USER, YES], "rejected": [USER, YES]}, "the chosen and the rejected answer", "equal answers"),
-        ({"prompt": [USER], "chosen": [YES], "rejected": [YES | {"name": "b"}]}, "have equal tokens", "equal answers"),
-        ({"prompt": "q", "rejected": "a"}, "no answer under 'chosen'", "no answer"),
-        ({"chosen": [YES], "rejected": [NO]}, "begin with different messages", "not a conversation"),
-        ({"chosen": [USER], "rejected": [USER, NO]}, "chosen has no message of the assistant", "no answer"),
-        ({"chosen": [USER, YES], "rejected": [USER, YES, NO]}, "chosen is the beginning of the other", "no answer"),
-        ({"chosen": "a", "rejected": "b"}, "prompt is missing; prompt and answers must be texts", "not a conversation"),
-        (TEXT | {"prompt": ""}, "the prompt is empty", "not a conversation"),
-        ({"prompt": [USER], "chosen": [{"role": "judge", "content": "a"}], "rejected": [NO]}, "judge", "unknown role"),
-        ("[]", "a JSON list, not an object", "not a conversation"),
-        (TEXT | {"prompt": "q" * 60}, "has 64. Raise model.sequence_length, or skip them", "longer than a row"),
+        ({"prompt": "q", "chosen": "a"}, "no rejected answer"),
+        (TEXT | {"rejected": ""}, "no rejected answer"),
+        (TEXT | {"rejected": "yes"}, "equal answers"),
+        ({"chosen": [USER, YES], "rejected": [USER, YES]}, "equal answers"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [YES | {"name": "b"}]}, "equal answers"),
+        ({"prompt": "q", "rejected": "a"}, "no answer"),
+        ({"chosen": [YES], "rejected": [NO]}, "not a conversation"),
+        ({"chosen": [USER], "rejected": [USER, NO]}, "no answer"),
+        ({"chosen": [USER, YES], "rejected": [USER, YES, NO]}, "no answer"),
+        ({"chosen": "a", "rejected": "b"}, "not a conversation"),
+        (TEXT | {"prompt": ""}, "not a conversation"),
+        ({"prompt": [USER], "chosen": [{"role": "judge", "content": "a"}], "rejected": [NO]}, "unknown role"),
+        ("[]", "not a conversation"),
+        (TEXT | {"prompt": "q" * 60}, "longer than a row"),
     ],
 )
-def test_invalid_lines_are_refused_or_counted(tmp_path: Path, line: Any, message: str, reason: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_invalid_lines_are_refused_or_counted(tmp_path: Path, line: Any, reason: str) -> None:
+    with user_error():
         splits(tmp_path / "p", [TEXT, line])
     rows = splits(tmp_path / "p", [TEXT, line], on_error="skip").train
     assert rows.skipped == {reason: 1} and len(rows) == 1
 
 
 def test_labels_are_true_or_false(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="line 1: the label is 1, not true or false"):
+    with user_error():
         splits(tmp_path / "p", [{"prompt": "a", "completion": "b", "label": 1}], answers="judged")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.data import progress_line
@@ -62,7 +63,7 @@ def test_a_sequence_for_each_sentence(tmp_path, append_eod):
 def test_sentences_of_a_whole_file_are_refused(tmp_path):
     source = tmp_path / "a.txt"
     source.write_text("One. Two.\n\nThree.")
-    with pytest.raises(UserError, match=r"a\.txt: sentences are split within documents: say with --document"):
+    with user_error():
         preprocess(job(tmp_path, source, split_sentences=True))
     result = preprocess(job(tmp_path, source, split_sentences=True, rule=EachParagraph(), append_eod=False))
     assert read(result.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]]
@@ -163,10 +164,10 @@ def test_zstandard(tmp_path):
     result = preprocess(job(tmp_path, tmp_path / "a.jsonl.zst", chunk_bytes=3000))
     assert texts(result.prefixes[0]) == [f"line {number}" for number in range(5000)]
     (tmp_path / "short.jsonl.zst").write_bytes(b"".join(frames)[:-9])
-    with pytest.raises(UserError, match=r"short\.jsonl\.zst: damaged after .* its end is missing"):
+    with user_error():
         preprocess(job(tmp_path, tmp_path / "short.jsonl.zst", overwrite=True))
     (tmp_path / "not.txt.zst").write_bytes(b"plain text")
-    with pytest.raises(UserError, match=r"not\.txt\.zst: damaged"):
+    with user_error():
         preprocess(job(tmp_path, tmp_path / "not.txt.zst", overwrite=True))
 
 
@@ -189,27 +190,24 @@ def test_byte_order_mark_blank_lines_and_half_surrogates_in_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ('{"text": "a"', r"line 3: not valid JSON \(Expecting ',' delimiter.*'\{\"text\": \"a\"'"),
-        (
-            '{"body": "a", "id": 1}',
-            r"line 3: no key 'text'; the object has 'body', 'id'\. Choose keys with --json-keys",
-        ),
-        ("{}", r"line 3: no key 'text'; the object has none"),
-        ('{"text": 5}', r"line 3: key 'text' holds a number, not a string"),
-        ('{"text": null}', r"line 3: key 'text' holds a null"),
-        ('["a"]', r"line 3: a JSON list, but it must be an object with the keys text"),
-        ('{"text": "\xff"}', r"line 3: not valid JSON"),
-        ("[" * 100_000, r"line 3: not valid JSON"),
+        '{"text": "a"',
+        '{"body": "a", "id": 1}',
+        "{}",
+        '{"text": 5}',
+        '{"text": null}',
+        '["a"]',
+        '{"text": "\xff"}',
+        "[" * 100_000,
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_bad_lines(tmp_path, line, message, packed):
+def test_bad_lines(tmp_path, line, packed):
     data = b'{"text": "first"}\n\n' + line.encode("latin-1") + b'\n{"text": "last"}\n'
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(data) if packed else data)
-    with pytest.raises(UserError, match=f"{re.escape(str(path))}, {message}"):
+    with user_error():
         preprocess(job(tmp_path, path, chunk_bytes=10))
     assert only_output(tmp_path) == []
 
@@ -218,7 +216,7 @@ def test_bad_lines(tmp_path, line, message, packed):
 def test_the_first_bad_line_of_workers_and_partitions_is_named(tmp_path, options):
     records = [{"text": "a" * 50}] * 40
     source = lines(tmp_path / "a.jsonl", [*records, {"text": 1}, *records, {"other": 1}])
-    with pytest.raises(UserError, match=r"a\.jsonl, line 41: key 'text' holds a number"):
+    with user_error():
         preprocess(job(tmp_path, source, **options))
     assert only_output(tmp_path) == []
 
@@ -226,9 +224,9 @@ def test_the_first_bad_line_of_workers_and_partitions_is_named(tmp_path, options
 def test_text_that_the_tokenizer_refuses(tmp_path):
     (tmp_path / "a.txt").write_text("1 2\n3 x\n")
     numbers = NullTokenizerConfig(vocabulary_size=9)
-    with pytest.raises(UserError, match=r"a\.txt, line 2: The null tokenizer reads numbers .*'x'"):
+    with user_error():
         preprocess(job(tmp_path, tmp_path / "a.txt", tokenizer=numbers, rule=EachLine()))
-    with pytest.raises(UserError, match=r"a\.txt: The null tokenizer"):
+    with user_error():
         preprocess(job(tmp_path, tmp_path / "a.txt", tokenizer=numbers))
 
 
@@ -270,7 +268,7 @@ def test_too_little_disk_space_is_an_early_error(tmp_path, monkeypatch):
     source = lines(tmp_path / "a.jsonl", [{"text": "a" * 1000}] * 100)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
     reports = []
-    with pytest.raises(UserError, match=r"take about 0\.0 GB, but 0\.0 GB are free"):
+    with user_error():
         preprocess(job(tmp_path, source, chunk_bytes=2000), lambda *report: reports.append(report))
     assert not reports and only_output(tmp_path) == []
 
@@ -459,5 +457,5 @@ def test_an_interrupt_inside_a_lock_of_the_pool_ends_the_job(tmp_path):
 
 
 def test_open_text_names_a_missing_file(tmp_path):
-    with pytest.raises(UserError, match="cannot be read: No such file"), open_text(str(tmp_path / "gone")):
+    with user_error(), open_text(str(tmp_path / "gone")):
         pass

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
+from user_errors import user_error
 
 from megajax.batch import Leaf
 from megajax.config import read_limits
@@ -165,12 +166,12 @@ def test_columns_that_are_not_texts_are_refused_at_the_start(suffix: str, tmp_pa
             rows_of(path, cache=tmp_path)
     parquet.write_table(pyarrow.table({"text": ["a", "b", None]}), tmp_path / "b.parquet", write_statistics=False)
     rows = rows_of(tmp_path / "b.parquet", cache=tmp_path)  # nothing tells before they are read
-    with pytest.raises(UserError, match=r"b\.parquet, row 3: column 'text' is empty \(null\)"):
+    with user_error():
         rows[0]
     if suffix == "parquet":
         twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
         parquet.write_table(twice, path)
-        with pytest.raises(UserError, match=r"a\.parquet, row 1: several columns have the name 'text'"):
+        with user_error():
             rows_of(path, cache=tmp_path)
     write_columns(path, pyarrow.array(["ab", "ab", "c"], pyarrow.string()).dictionary_encode())
     assert len(set(rows_of(path, lanes=1, cache=tmp_path)[0]["tokens"].tolist())) == 4
@@ -220,7 +221,7 @@ def test_a_line_of_many_values_is_refused_and_a_long_text_is_not(tmp_path: Path,
     assert rows_of(path, lanes=1, cache=tmp_path)[0]["tokens"].size == LENGTH
     for values in ("{}," * 2000, "1," * 2000):
         write_objects(path, [f'{{"more": [{values}0], "text": "a"}}'])
-        with pytest.raises(UserError, match=r"a\.jsonl, line 1: holds more than 1,000 values"):
+        with user_error():
             rows_of(path, lanes=1, cache=tmp_path)
         with pytest.raises(BadLine, match="holds more than 1,000 values"):
             json_object(path.read_bytes())
@@ -259,7 +260,7 @@ def test_small_files_with_large_contents_are_refused(tmp_path: Path, monkeypatch
     os.truncate(tmp_path / "a.tar", 2**32 + 2048)
     refused(tmp_path / "a.tar", "bytes")
     (tmp_path / "b.tar").write_bytes(info.tobuf()[:156] + b"S" + info.tobuf()[157:] + bytes(1024))
-    with pytest.raises(UserError, match=r"b\.tar can't be read: no header at byte 0"):
+    with user_error():
         rows_of(tmp_path / "b.tar", lanes=1, cache=tmp_path)
 
 
@@ -287,22 +288,22 @@ def test_damaged_counts_are_counted_again(tmp_path: Path, capsys) -> None:
         np.testing.assert_array_equal(rows_of(path, lanes=1, cache=cache)[299]["tokens"], expected[299])
     source = rows_of(path, lanes=1, cache=cache)
     source._sources[0].counts._counts = known | {0: known[0] + 1}  # of a file that has changed since
-    with pytest.raises(UserError, match=r"chunk 0 had \d+ tokens when it was counted, and has \d+ now"):
+    with user_error():
         [source[row] for row in range(300)]
 
 
 def test_errors_name_the_file_and_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no files match"):
+    with user_error("data"):
         rows_of(tmp_path / "*.parquet", cache=tmp_path)
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(UserError, match=r"a\.csv: the suffix is none of \.parquet"):
+    with user_error():
         rows_of(tmp_path / "a.csv", cache=tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"a\.parquet can't be read"):
+    with user_error():
         rows_of(tmp_path / "a.parquet", cache=tmp_path)
     write(tmp_path / "b.parquet", TEXTS)
-    with pytest.raises(UserError, match=r"b\.parquet.*content"):
+    with user_error():
         rows_of(tmp_path / "b.parquet", cache=tmp_path, text="content")[0]
     write(tmp_path / "c.jsonl", [""])
-    with pytest.raises(UserError, match="have no text"):
+    with user_error("data"):
         rows_of(tmp_path / "c.jsonl", cache=tmp_path)[0]

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.batch import Leaf
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.masked.config import MaskedSpansConfig, PairsConfig
 from megajax.data.rows.splits import Rows
 from megajax.data.text.indexed_dataset import IndexedWriter
@@ -78,21 +78,21 @@ def test_splits_and_blends(prefix, tmp_path):
     schema = {name: Leaf("int32", (6,), ("seq",)) for name in ("encoder_tokens", "tokens")}
     blend = config.build(tokenizer=tokenizer(), schema=schema, rows=Rows(30), seed=1).train
     assert len(blend) == 30 and blend[0]["dataset_id"] == 0 and blend[1]["dataset_id"] == 1
-    with pytest.raises(UserError, match=r"split valid: none of 20 pairs fall into it"):
+    with user_error():
         build(prefix, rows=Rows(10, 5, 0), split="999,1")
 
 
 def test_files_that_are_not_pairs(prefix, tmp_path):
     write(tmp_path / "x_other_document", [[1]] * 19)
-    with pytest.raises(UserError, match=r"x_source_document has 20 and .*x_other_document has 19 documents"):
+    with user_error():
         build(prefix, keys=("source", "other"))
     write(tmp_path / "x_empty_document", [[1], [], *[[2]] * 18])
-    with pytest.raises(UserError, match=r"x_empty_document: 1 of 20 documents have no tokens, the first is number 1"):
+    with user_error():
         build(prefix, keys=("source", "empty"))
-    with pytest.raises(UserError, match=r"x_gone_document\.idx: no such file"):
+    with user_error():
         build(prefix, keys=("gone", "target"))
-    with pytest.raises(UserError, match=r"x_target_document: token \d+ in document \d+ lies outside the vocabulary"):
+    with user_error():
         data = build(prefix, special_tokenizer=tokenizer(vocabulary_size=30)).train
         [data[row] for row in range(20)]
-    with pytest.raises(UserError, match=r"pairs of texts need .* has no bos token"):
+    with user_error():
         build(prefix, special_tokenizer=tokenizer(specials={"eos": 5}))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.command_line.parser import parse
 from megajax.config.errors import UserError
@@ -105,13 +106,13 @@ def test_a_damaged_token_file_is_named(case: str, corpus: Path) -> None:
 
 def test_an_unavailable_kernel_is_an_error(tmp_path: Path) -> None:
     cfg = parse([*BASE, "--model.stack.pattern.0.mixer.kernel=cudnn"], verb="train").config
-    with pytest.raises(UserError, match=r"mixer.kernel=cudnn: cuDNN's attention needs an NVIDIA GPU, jax found cpu"):
+    with user_error():
         set_up(cfg)
 
 
 def test_evaluating_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     cfg = parse([*BASE, f"--run_dir={tmp_path / 'run'}"], verb="train").config
-    with pytest.raises(UserError, match=r"--skip-train: .* has no checkpoint"):
+    with user_error("--skip-train"):
         train(cfg, skip_train=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from stand_in import StandIn, at_once, check, expected, hashed
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.inference.admission import AnswerRules, seed_of
@@ -207,7 +208,7 @@ def test_a_request_of_lower_priority_value_runs_before_earlier_ones() -> None:
     while engine.step():
         ended += [client for client in clients if client.answer.finish and client not in ended]
     assert ended == [clients[2], clients[0], clients[1]]
-    with pytest.raises(RefusedRequest, match="priority must be an integer, got 'high'"):
+    with user_error(kind=RefusedRequest):
         engine.submit(Client([1], priority="high").request)  # type: ignore[arg-type]
 
 
@@ -431,7 +432,7 @@ def test_an_error_of_the_device_ends_everything() -> None:
         serve(engine, *clients)
     assert [client.answer.finish for client in clients] == ["error"] * 3
     idle(engine)
-    with pytest.raises(RefusedRequest, match="new engine"):
+    with user_error(kind=RefusedRequest):
         engine.submit(Client([1]).request)
 
 

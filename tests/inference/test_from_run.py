@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from user_errors import user_error
 
 import megajax as mj
-from megajax.config.errors import UserError
 from megajax.inference.assembly import engine_refusal
 from megajax.job import notebook
 from megajax.mesh.mesh import find_devices
@@ -51,9 +51,9 @@ def test_generate_uses_the_present_weights(run: mj.Run) -> None:
 
 
 def test_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="temperature"):
+    with user_error():
         run.generate("def ", temperature=-1)
-    with pytest.raises(UserError, match="the prompt has 40 tokens"):
+    with user_error():
         run.generate("a" * 40)
     mesh: Any = SimpleNamespace(shape=dict(run.mesh.shape) | {"pipeline": 2, "context": 4})
     why = "the mesh has pipeline=2 and context=4, an engine shards over data, expert and tensor only"
@@ -65,7 +65,7 @@ def test_generate_refuses(run: mj.Run, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(jax, "process_count", lambda: 2)
         assert engine_refusal(run.cfg.model, run.mesh) == "the run has 2 processes, an engine has one"
     monkeypatch.setattr(notebook, "engine_refusal", lambda *_: why)
-    with pytest.raises(UserError, match=f"no engine for this run: {why}"):
+    with user_error():
         run.engine(mj.InferenceConfig())
 
 
@@ -80,5 +80,5 @@ def test_the_names_of_the_package_are_imported_on_use() -> None:
 
 
 def test_setup_refuses_a_checkpoint_that_it_would_not_read() -> None:
-    with pytest.raises(UserError, match=r"fresh weights and would not read runs/a: train from it"):
+    with user_error():
         mj.setup(mj.load("quickstart.py", "checkpoint.load=runs/a"))

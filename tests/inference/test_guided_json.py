@@ -1,7 +1,6 @@
 """Random walks over allowed tokens give documents that parse and are valid, by the package jsonschema."""
 
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.inference.request import RefusedRequest
@@ -179,13 +179,13 @@ def test_rejected_guides(guide: Any, words: str) -> None:
 
 @pytest.mark.parametrize("guide", [{"$ref": "#"}, "[^\\x00-\\U0010ffff]"])
 def test_guides_that_nothing_matches_are_refused(guide: Any) -> None:
-    with pytest.raises(UserError, match=r"^no text matches the guide$"):
+    with user_error():
         GUIDES(guide)
 
 
 def test_a_guide_that_grows_too_large_within_the_text() -> None:
     state = GUIDES("a*" * 3000)
-    with pytest.raises(UserError, match="the guide is too large"):
+    with user_error():
         for _ in range(5):
             state = state.after(ord("a"))
 
@@ -194,9 +194,9 @@ def test_guides_that_are_too_large_are_refused() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(UserError, match="nested too deeply"):
+    with user_error():
         GUIDES({"const": deep})
-    with pytest.raises(UserError, match="recursion limit"):
+    with user_error():
         GUIDES({"const": json.loads("[" * 900 + "]" * 900)})
 
 
@@ -261,19 +261,19 @@ AMBIGUOUS = Grammar('start: e\ne: e e | "a" | e e e | "b"')
 
 
 @pytest.mark.parametrize(
-    ("guide", "limits", "words"),
+    ("guide", "limits"),
     [
-        (HARD, {"seconds": 10}, "more than 4,194,304 bytes (server.guide_bytes)"),
-        (HARDER, {"seconds": 10}, "server.guide_bytes"),
-        (HARDER, {"size": 2**32, "seconds": 0.2}, "more than 0.2 s (server.guide_seconds)"),
-        ({"$defs": {"a": HARD}, "properties": {"x": {"$ref": "#/$defs/a"}}}, {"seconds": 10}, "server.guide_bytes"),
-        (Grammar('root ::= "a"\n' + "#\n" * 500_000), {"seconds": 0.2}, "more than 0.2 s (server.guide_seconds)"),
+        (HARD, {"seconds": 10}),
+        (HARDER, {"seconds": 10}),
+        (HARDER, {"size": 2**32, "seconds": 0.2}),
+        ({"$defs": {"a": HARD}, "properties": {"x": {"$ref": "#/$defs/a"}}}, {"seconds": 10}),
+        (Grammar('root ::= "a"\n' + "#\n" * 500_000), {"seconds": 0.2}),
     ],
 )
-def test_a_guide_beyond_a_limit_is_refused_and_stops(guide: Any, limits: dict[str, Any], words: str) -> None:
+def test_a_guide_beyond_a_limit_is_refused_and_stops(guide: Any, limits: dict[str, Any]) -> None:
     guides, began = limited(**limits), time.monotonic()
     for _ in range(2):
-        with pytest.raises(UserError, match=re.escape(words)):
+        with user_error():
             guides(guide)
     assert time.monotonic() - began < 60 and guides.size == 0
     assert matches({"const": 5}, "5", guides)
@@ -305,11 +305,11 @@ def test_a_guide_whose_steps_are_slow_ends_its_own_text() -> None:
 def test_guides_that_wait_are_limited_in_number_and_equal_ones_count_once() -> None:
     guides = limited(waiting=1)
     futures = [guides.start({**HARD, "multipleOf": 99_989 - 2 * number}) for number in (0, 1, 2, 2, 2)]
-    with pytest.raises(RefusedRequest, match=re.escape("at most 1 may (server.guide_queue)")) as refusal:
+    with user_error(kind=RefusedRequest) as refusal:
         guides.start({"const": 1})
     assert refusal.value.reason == "queue_full"
     for future in futures:
-        with pytest.raises(UserError, match="guide_bytes"):
+        with user_error():
             future.result(100)
     assert matches({"const": 1}, "1", guides)
 
@@ -319,7 +319,7 @@ def test_guides_that_nobody_waits_for_any_more_are_not_compiled() -> None:
     futures = [guides.start({**HARD, "multipleOf": 99_989 - 2 * number}) for number in (*range(8), 7)]
     assert all(future.cancel() for future in futures[2:8])
     assert len(guides._pending) == 3
-    with pytest.raises(UserError, match="guide_bytes"):
+    with user_error():
         futures[8].result(100)
     for future in futures[2:7]:
         assert future.cancelled()
@@ -331,7 +331,7 @@ def test_memory_of_guides_is_limited() -> None:
         guides({"const": number})
         assert 0 < guides.size <= 2**23
     held = []
-    with pytest.raises(RefusedRequest, match=r"running requests have .* MiB \(server.guide_cache_bytes\)"):
+    with user_error(kind=RefusedRequest):
         held += [guides({"const": f"{number}"}) for number in range(60)]
         held.append(guides({"const": 0}))
     del held
@@ -349,7 +349,7 @@ ROUNDED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", ROUNDED)
 def test_integers_that_a_guide_would_round_are_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="which a guide would round"):
+    with user_error():
         GUIDES(schema)
 
 

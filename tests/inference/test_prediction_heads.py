@@ -12,8 +12,8 @@ from compiled_steps import loaded, programs_of
 from test_engine import Client, demand_equal, serve
 from test_programs import HEADS, MAMBA, ROPE, VOCABULARY, decoder
 from test_speculation import SETTINGS, TEXT
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.inference.admission import AnswerRules
 from megajax.inference.assembly import FreeMemory, cache_size, make_engine
 from megajax.inference.config import InferenceConfig
@@ -177,9 +177,9 @@ def test_an_engine_whose_heads_draft() -> None:
     engine = make_engine(loaded(PREDICTING, {}), config, TEXT, **settings)
     assert isinstance(engine.device, ModelDevice) and engine.device.drafts == 2
     assert _drafts(engine.device.programs) == "2 tokens in a step, by 1 of the model's heads of multi-token prediction"
-    with pytest.raises(UserError, match=r"inference\.drafts=mtp: the model has no heads"):
+    with user_error("inference.drafts"):
         make_engine(loaded(replace(PREDICTING, prediction=None), {}), config, TEXT, **settings)
     state = PredictionConfig(block=decoder(MAMBA).stack.pattern[0])
-    with pytest.raises(UserError, match=r"inference\.drafts=mtp: .* state per request"):
+    with user_error("inference.drafts"):
         make_engine(loaded(replace(PREDICTING, prediction=state), {}), config, TEXT, **settings)
     assert [problem.setting for problem in InferenceConfig(drafts="mtp").problems()] == ["drafts"]

@@ -13,9 +13,9 @@ from stand_in import Known, StandIn, at_once, check, hashed
 from test_engine import Client, demand_equal, serve
 from test_generate_terminal import session
 from test_programs import HEADS, LENGTH, MAMBA, MODELS, ROPE, VOCABULARY, decoder
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.inference.admission import AnswerRules
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import InferenceConfig
@@ -341,7 +341,7 @@ def test_layers_whose_state_cannot_go_back_are_refused() -> None:
         def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
             return (CacheLeaf("state", (hidden,), (None,), per="row"),)
 
-    with pytest.raises(UserError, match=r"inference\.speculate=2: Custom has a state per request, .*step_inputs"):
+    with user_error("inference.speculate"):
         latest_leaves(Custom(), 32, 1, drafts=2)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from stand_in import StandIn, expected
+from user_errors import user_error
 from waiting import wait_until
 
 from megajax.inference.engine import Engine
@@ -149,7 +150,7 @@ def test_an_identifier_is_unique_among_running_requests(started: Any) -> None:
     worker, device, _ = held(started)
     worker.submit(Waiting("same", (1,)).request)
     for name in ("first", "same"):
-        with pytest.raises(RefusedRequest, match="in use"):
+        with user_error(kind=RefusedRequest):
             worker.submit(Waiting(name, (1,)).request)
     device.gate.set()
 
@@ -169,7 +170,7 @@ def test_calls_run_between_steps(started: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         failing.result(100)
     worker.close()
-    with pytest.raises(RefusedRequest, match="the engine has ended"):
+    with user_error(kind=RefusedRequest):
         worker.call(lambda engine: None)
 
 
@@ -177,10 +178,10 @@ def test_calls_that_wait_end_with_the_engine(started: Any) -> None:
     worker, device, _ = held(started, fails=0)
     call = worker.call(lambda engine: None)
     device.gate.set()
-    with pytest.raises(RefusedRequest, match="the engine has ended"):
+    with user_error(kind=RefusedRequest):
         call.result(100)
     assert isinstance(worker.failure, RuntimeError) and not worker.healthy()
-    with pytest.raises(RefusedRequest, match="new engine"):
+    with user_error(kind=RefusedRequest):
         worker.submit(Waiting("late", (1,)).request)
 
 

@@ -14,6 +14,7 @@ import pytest
 from hugging_face_folders import LLAMA, write_llama
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
+from user_errors import user_error
 
 from megajax import convert
 from megajax.checkpoint import array_serialization, boxes, manifest
@@ -134,7 +135,7 @@ def test_narrow_dtypes_are_stored_and_read_back(folder, tmp_path) -> None:
     read = array_serialization.read(step, like)["params.norm.gain"]
     assert read.dtype == jnp.bfloat16
     np.testing.assert_array_equal(read, expected)
-    with pytest.raises(UserError, match=r"params\.norm\.gain +dtype +bfloat16\[16\] +float16\[16\]"):
+    with user_error():
         array_serialization.read(step, like | {"params.norm.gain": jax.ShapeDtypeStruct((16,), np.float16)})
 
 
@@ -151,7 +152,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path) -> None:
     folder = tmp_path / "llama"
     write_llama(folder, np.float32)
     save_file(large, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"mlp.up has values up to \d.*, which float16 can't hold"):
+    with user_error():
         convert.main([f"--from=hf:{folder}", f"--to=hf:{tmp_path / 'half'}", "--dtype=float16"])
     assert nothing_but(tmp_path, "llama", "run", "back")
 
@@ -180,9 +181,9 @@ def test_the_mean_of_steps(tmp_path) -> None:
     assert convert.main([f"--from={tmp_path}/last", f"--to=hf:{tmp_path}/last_two"]) == 0
     for name, tensor in tensors_of(tmp_path / "last_two").items():
         np.testing.assert_allclose(tensor, (folders[1][name] + folders[2][name]) / 2, rtol=1e-6, atol=1e-7)
-    with pytest.raises(UserError, match="has 3 steps: 0, 1, 2"):
+    with user_error("--average-last"):
         convert.main([f"--from={tmp_path}/run0", "--average-last=4", f"--to={tmp_path}/more"])
-    with pytest.raises(UserError, match=r"has 1 step: \d"):
+    with user_error("--average-last"):
         convert.main([f"--from={tmp_path}/last", "--average-last=4", f"--to={tmp_path}/more"])
 
 
@@ -235,7 +236,7 @@ def test_chunks_cover_an_array_once_and_are_small(monkeypatch) -> None:
 def test_a_target_that_exists_is_refused(folder, run, tmp_path) -> None:
     (tmp_path / "there").mkdir()
     for target in (tmp_path / "there", run, f"hf:{folder}"):
-        with pytest.raises(UserError, match="exists already"):
+        with user_error():
             convert.main([f"--from=hf:{folder}", f"--to={target}"])
     assert nothing_but(tmp_path, "there") and nothing_but(tmp_path / "there")
 
@@ -246,7 +247,7 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, target, monkeypatch) -> No
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"new can't be written: .*too large; .* ulimit -f .* Nothing is left"):
+        with user_error():
             convert.main([f"--from=hf:{folder}", f"--to={target.format(tmp_path)}"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -255,7 +256,7 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, target, monkeypatch) -> No
 
 def test_too_little_space_is_an_early_error(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(disk, "free_bytes", lambda path: 10_000)
-    with pytest.raises(UserError, match=r"38\.9 KiB are needed, 9\.8 KiB are free"):
+    with user_error():
         convert.main([f"--from=hf:{folder}", f"--to={tmp_path}/new"])
     assert nothing_but(tmp_path)
 
@@ -269,7 +270,7 @@ def test_a_folder_that_differs_loses_its_name(run, tmp_path, monkeypatch) -> Non
 
     write = conversion.write
     monkeypatch.setattr(conversion, "write", changed)
-    with pytest.raises(UserError, match=r"1 of 12 arrays differ: (.|\n)*renamed to .*/back\.unverified"):
+    with user_error():
         convert.main([f"--from={run}", f"--to=hf:{tmp_path}/back", "--verify"])
     assert nothing_but(tmp_path, "back.unverified")
 
@@ -278,9 +279,7 @@ def test_the_mean_of_different_models_is_refused(tmp_path) -> None:
     for base in (10000.0, 500000.0):
         write_llama(tmp_path / f"theirs{base:g}", rope_theta=base)
         convert.main([f"--from=hf:{tmp_path}/theirs{base:g}", f"--to={tmp_path}/run{base:g}"])
-    with pytest.raises(
-        UserError, match=r"different models:\n  layers 0 to 2: .*rope.base: 10000.0 here, 500000.0 there"
-    ):
+    with user_error():
         convert.main([f"--average={tmp_path}/run10000,{tmp_path}/run500000", f"--to={tmp_path}/mean"])
 
 
@@ -304,53 +303,52 @@ def test_a_model_without_a_family_lists_the_losses(folder) -> None:
     assert chosen_family(model)[0].name == "llama" and chosen_family(model, "mistral")[0].name == "mistral"
     block = model.stack.pattern[0]
     odd = replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=Mamba1Config(inner=32, rank=2)),)))
-    with pytest.raises(UserError, match=r"no family .* can express this model.*\n  mamba: layers 0 to 2: mlp"):
+    with user_error():
         chosen_family(odd)
-    with pytest.raises(UserError, match=r"no such family; did you mean llama\?"):
+    with user_error("--family"):
         chosen_family(model, "lama")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (["--to=x"], "--from: must be given"),
-        (["--from=a", "--to=x", "--dtype=int8"], "--dtype: must be one of "),
-        (["--from=a", "--to=x", "--average=b,c"], "--average: replaces --from and --average-last"),
-        (["--to=x", "--average=b"], "--average: needs two steps"),
-        (["--from=a", "--to=x", "--shard-size=0"], "--shard-size: must be above 0 GB, got 0"),
-        (["--from=a", "--to=x", "--shard-size=inf"], "--shard-size: must be above 0 GB, got inf"),
-        (["--from=HF:a", "--to=x"], r"--from: is HF:a, but HF is not a known format\n.*did you mean hf:a\?"),
-        (["--from=gguf:a", "--to=x"], r"gguf is not a known format\n.*did you mean hf:a\? Formats: hf:DIR"),
-        (["--from=a", "--to=gguf:x"], r"--to: is gguf:x, .*did you mean hf:x\?|--to: is gguf:x(.|\n)*hf:x\?"),
-        (["--average=hf:a,hf:b", "--to=x"], "--average: hf:a has no steps to average"),
-        (["--from=hf:", "--to=x"], "--from: is 'hf:', which names no folder"),
-        (["--from=a", "--to="], "--to: is '', which names no folder"),
-        (["--from=a", "--to=hf:"], "--to: is 'hf:', which names no folder"),
-        (["--from=nowhere", "--to=x"], "there are no checkpoints in .*nowhere"),
-        (["--from=FOLDER", "--to=x"], r"a Hugging Face folder, not a run\n.*did you mean hf:.*/llama\?"),
-        (["--from=hf:nowhere", "--to=x"], "there is no folder nowhere"),
+        ["--to=x"],
+        ["--from=a", "--to=x", "--dtype=int8"],
+        ["--from=a", "--to=x", "--average=b,c"],
+        ["--to=x", "--average=b"],
+        ["--from=a", "--to=x", "--shard-size=0"],
+        ["--from=a", "--to=x", "--shard-size=inf"],
+        ["--from=HF:a", "--to=x"],
+        ["--from=gguf:a", "--to=x"],
+        ["--from=a", "--to=gguf:x"],
+        ["--average=hf:a,hf:b", "--to=x"],
+        ["--from=hf:", "--to=x"],
+        ["--from=a", "--to="],
+        ["--from=a", "--to=hf:"],
+        ["--from=nowhere", "--to=x"],
+        ["--from=FOLDER", "--to=x"],
+        ["--from=hf:nowhere", "--to=x"],
     ],
 )
-def test_wrong_command_lines(folder, arguments, message) -> None:
-    with pytest.raises(UserError, match=message):
+def test_wrong_command_lines(folder, arguments) -> None:
+    with user_error():
         convert.main([argument.replace("FOLDER", str(folder)) for argument in arguments])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"rope_scaling": {"rope_type": "stretched", "factor": 2.0}, "hidden_act": "relu6", "new_kind_of_gate": 3},
-         r"(?=(.|\n)*stretched)(?=(.|\n)*relu6)(?=(.|\n)*new_kind_of_gate)"),
-        ({"model_type": "lama"}, r"model_type=lama is not supported; supported: afmoe, apertus, arcee, bamba, "),
-        ({"num_hidden_layers": 2}, r"model.layers.2.mlp.down_proj.weight: the model has no such weight"),
-        ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: missing"),
-        ({"intermediate_size": 25}, r"model.layers.0.mlp.up_proj.weight: shape \[24, 16\], but \[25, 16\] by the"),
+        {"rope_scaling": {"rope_type": "stretched", "factor": 2.0}, "hidden_act": "relu6", "new_kind_of_gate": 3},
+        {"model_type": "lama"},
+        {"num_hidden_layers": 2},
+        {"num_hidden_layers": 4},
+        {"intermediate_size": 25},
     ],
 )  # fmt: skip
-def test_folders_that_do_not_fit_write_nothing(folder, tmp_path, changes, message) -> None:
+def test_folders_that_do_not_fit_write_nothing(folder, tmp_path, changes) -> None:
     shutil.copytree(folder, tmp_path / "theirs")
     (tmp_path / "theirs/config.json").write_text(json.dumps({**LLAMA, **changes}))
-    with pytest.raises(UserError, match=message):
+    with user_error():
         convert.main([f"--from=hf:{tmp_path / 'theirs'}", f"--to={tmp_path}/run"])
     assert nothing_but(tmp_path, "theirs")
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.numpy import load as reference_load
 from safetensors.numpy import load_file, save_file
+from user_errors import user_error
 
 from megajax.checkpoint.weight_source import Entry
 from megajax.config.errors import UserError
@@ -85,7 +86,7 @@ def test_a_header_is_read_as_by_the_reference_implementation(header: dict[str, A
 def test_false_headers_are_refused(tmp_path, header) -> None:
     """The reference implementation refuses them too."""
     path = write_file(tmp_path / "model.safetensors", header)
-    with pytest.raises(UserError, match=r"model\.safetensors"):
+    with user_error():
         SafetensorsFile(path)
     with pytest.raises((SafetensorError, ValueError, KeyError, TypeError, OverflowError)):
         reference_load(path.read_bytes())
@@ -93,13 +94,13 @@ def test_false_headers_are_refused(tmp_path, header) -> None:
 
 def test_a_duplicate_name_in_a_header_is_refused(tmp_path) -> None:
     header = b'{"a": %b, "a": %b}' % (2 * (json.dumps(ENTRY).encode(),))
-    with pytest.raises(UserError, match="a is given twice"):
+    with user_error():
         SafetensorsFile(write_file(tmp_path / "model.safetensors", header))
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**63, 2**64 - 1])
 def test_false_lengths_of_headers_are_refused(tmp_path, length) -> None:
-    with pytest.raises(UserError, match=r"model\.safetensors"):
+    with user_error():
         SafetensorsFile(write_file(tmp_path / "model.safetensors", {"a": ENTRY}, length=length))
 
 
@@ -112,10 +113,10 @@ def test_a_file_truncated_anywhere_is_refused(tmp_path) -> None:
     for length in range(len(content)):
         path = tmp_path / "cut"
         path.write_bytes(content[:length])
-        with pytest.raises(UserError, match="cut"):
+        with user_error():
             SafetensorsFile(path)
     (tmp_path / "long").write_bytes(content + b"\0")
-    with pytest.raises(UserError, match="1 bytes after its last tensor"):
+    with user_error():
         SafetensorsFile(tmp_path / "long")
 
 
@@ -151,36 +152,36 @@ def test_unaligned_and_empty_tensors_are_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "message"),
+    "index",
     [
-        ({"a": "../model.safetensors"}, "outside of its folder"),
-        ({"a": "/etc/passwd"}, "outside of its folder"),
-        ({"a": "inner/model.safetensors"}, "outside of its folder"),
-        ({"a": ".."}, "outside of its folder"),
-        ({"a": ""}, "outside of its folder"),
-        ({"a": "model.safetensors\0.png"}, "outside of its folder"),
-        ({"a": "..\\model.safetensors"}, "outside of its folder"),
-        ({"a": "gone-00001-of-00002.safetensors"}, "missing files: gone"),
-        ({"a": 7}, "outside of its folder"),
-        ({"a": ["model.safetensors"]}, "can't be read"),
-        ({"a": None, "b": "model.safetensors"}, "can't be read"),
-        (["a"], "weight_map is a list"),
-        ({"b": "model.safetensors"}, "says that b is in model.safetensors"),
-        (b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}', "a is given twice"),
-        (b"[" * 100_000, "can't be read"),
-        (b"{}", "can't be read"),
-        (b"\xff", "can't be read"),
-        ({}, "holds no .safetensors files"),
+        {"a": "../model.safetensors"},
+        {"a": "/etc/passwd"},
+        {"a": "inner/model.safetensors"},
+        {"a": ".."},
+        {"a": ""},
+        {"a": "model.safetensors\0.png"},
+        {"a": "..\\model.safetensors"},
+        {"a": "gone-00001-of-00002.safetensors"},
+        {"a": 7},
+        {"a": ["model.safetensors"]},
+        {"a": None, "b": "model.safetensors"},
+        ["a"],
+        {"b": "model.safetensors"},
+        b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}',
+        b"[" * 100_000,
+        b"{}",
+        b"\xff",
+        {},
     ],
 )
-def test_false_indices_are_refused(tmp_path, index, message) -> None:
+def test_false_indices_are_refused(tmp_path, index) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     write_file(tmp_path / "model.safetensors", {"a": ENTRY})
     write_file(folder / "model.safetensors", {"a": ENTRY})
     text = index if isinstance(index, bytes) else json.dumps({"weight_map": index}).encode()
     (folder / "model.safetensors.index.json").write_bytes(text)
-    with pytest.raises(UserError, match=message):
+    with user_error():
         SafetensorsFolder(folder)
 
 
@@ -188,7 +189,7 @@ def test_links_out_of_a_folder_are_refused_except_within_the_cache(tmp_path) -> 
     write_file(tmp_path / "secret", {"a": ENTRY})
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/model.safetensors").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match="link out of its folder"):
+    with user_error():
         SafetensorsFolder(tmp_path / "folder")
     # The layout of huggingface_hub's cache.
     for name in ("blobs", "snapshots/1a2b"):
@@ -199,13 +200,13 @@ def test_links_out_of_a_folder_are_refused_except_within_the_cache(tmp_path) -> 
     assert [*SafetensorsFolder(link.parent).entries] == ["a"]
     link.unlink()
     link.symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match="link out of its folder"):
+    with user_error():
         SafetensorsFolder(link.parent)
     # Copied files are read as well.
     (link.parent / "tokenizer.json").symlink_to("../../blobs/4f")
     assert copy_files(link.parent, tmp_path / "copy") == ["tokenizer.json"]
     (link.parent / "vocab.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match="link out of its folder"):
+    with user_error():
         copy_files(link.parent, tmp_path / "copy")
 
 
@@ -213,24 +214,24 @@ def test_only_regular_files_are_read(tmp_path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     index = {"weight_map": {"a": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"missing files: model\.safetensors"):
+    with user_error():
         SafetensorsFolder(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(UserError, match=r"holds no \.safetensors files"):
+    with user_error():
         SafetensorsFolder(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path) -> None:
     for name in ("one", "two"):
         write_file(tmp_path / f"{name}.safetensors", {"a": ENTRY})
-    with pytest.raises(UserError, match=r"a is both in .*one.safetensors and in .*two.safetensors"):
+    with user_error():
         SafetensorsFolder(tmp_path)
 
 
 def test_pickles_are_refused_with_advice(tmp_path) -> None:
     write_llama(tmp_path / "llama")
     (tmp_path / "llama/model.safetensors").rename(tmp_path / "llama/pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model.bin can run any program .*safe_serialization=True"):
+    with user_error():
         open_source(f"hf:{tmp_path / 'llama'}")
 
 

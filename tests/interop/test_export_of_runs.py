@@ -13,12 +13,12 @@ import gangs
 import pytest
 from hugging_face_folders import random_weights
 from safetensors.numpy import load_file
+from user_errors import user_error
 
 from megajax import convert as convert_door
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.config import load
 from megajax.config.dump import to_yaml
-from megajax.config.errors import UserError
 from megajax.data.chat.config import ChatConfig
 from megajax.data.text.config import MockConfig
 from megajax.inference.config import GenerationConfig
@@ -410,7 +410,7 @@ def test_two_processes_carry_the_same_record_and_write_once(llama, tmp_path) -> 
 def test_a_damaged_record_of_the_origin_is_refused() -> None:
     records = [], {"dtype": "int8"}, {"dtypes": {"a": "no"}}, {"settings": "x"}, {"other": ""}, {"names": {"a": 1}}
     for record in records:
-        with pytest.raises(UserError, match="runs/a: the record `source` of its metadata is damaged"):
+        with user_error():
             Provenance.of_meta({"source": record}, "runs/a")
     assert Provenance.of_meta({}, "runs/a") == Provenance()
 
@@ -421,7 +421,7 @@ def test_links_out_of_a_source_are_not_followed(llama, tmp_path) -> None:
     (tmp_path / "secret").write_text("secret")
     (source / "chat_template.jinja").symlink_to(tmp_path / "secret")
     cfg = fresh(load_config_of(source), checkpoint=CheckpointConfig(load=Path(f"hf:{source}")))
-    with pytest.raises(UserError, match="is a link out of its folder"):
+    with user_error():
         one_step(cfg, tmp_path / "run")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hugging_face_folders import Arrays
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.interop.huggingface.family import Settings, layers_of
@@ -322,5 +323,5 @@ def test_values_that_a_table_refuses_have_the_names_of_config_json() -> None:
     with pytest.raises(UserError) as error:
         read("hunyuan_v1_moe", **TINY, num_experts=3, moe_topk=[1, 2])
     assert "moe_topk=[1, 2]: only one number for all layers is supported" in str(error.value)
-    with pytest.raises(UserError, match=r"n_head=0: must be between 1"):
+    with user_error("config.json"):
         read("gptj", n_head=0)

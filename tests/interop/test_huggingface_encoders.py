@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hugging_face_folders import Arrays
 from safetensors.numpy import save_file
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.interop import conversion
@@ -242,7 +243,7 @@ def test_copies_of_t5() -> None:
     assert opened(T5, {**tensors, **dict.fromkeys(names, shared)})[0].tied
     without_table = {name: w for name, w in tensors.items() if name != "shared.weight"}
     assert opened(T5, {**without_table, **dict.fromkeys(names, shared), "lm_head.weight": shared})[0].tied
-    with pytest.raises(UserError, match=r"encoder\.embed_tokens\.weight: the model has no such weight"):
+    with user_error():
         opened(T5, {**tensors, names[0]: shared + 1})
 
 
@@ -274,7 +275,7 @@ def test_an_untied_head_of_bert_has_the_bias_that_is_stored(tie: bool) -> None:
     if tie:
         assert opened(config, without)[0].tied
     else:
-        with pytest.raises(UserError, match=r"cls\.predictions\.decoder\.weight: missing"):
+        with user_error():
             opened(config, without)
 
 
@@ -296,7 +297,7 @@ def test_newer_names_of_llava_and_unread_layers() -> None:
 
 def test_two_tensors_of_one_name_are_an_error() -> None:
     tensors = random(described(GPT2).table)
-    with pytest.raises(UserError, match=r"twice, as transformer\.wpe\.weight and as wpe\.weight"):
+    with user_error():
         opened(GPT2, {**tensors, "wpe.weight": tensors["transformer.wpe.weight"]})
 
 
@@ -342,7 +343,7 @@ def test_presets_can_be_written() -> None:
 def test_a_tower_alone_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CLIP), encoding="utf-8")
     save_file(random(described(CLIP).table), tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"only a VisionTower.* into: vision"):
+    with user_error():
         conversion.open_source(f"hf:{tmp_path}")
 
 

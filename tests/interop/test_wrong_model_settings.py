@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hugging_face_folders import LLAMA, write_llama
 from safetensors.numpy import save_file
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.interop.conversion import open_source
@@ -110,5 +111,5 @@ def test_the_file_that_transformers_reads_is_read(tmp_path: Path) -> None:
     source = f"hf:{tmp_path / 'theirs'}"
     assert {*open_source(source).foreign.tensors.entries} == {*tensors}
     shutil.move(tmp_path / "theirs/model.safetensors", tmp_path / "theirs/another.safetensors")
-    with pytest.raises(UserError, match="other: the model has no such weight"):
+    with user_error():
         open_source(source)

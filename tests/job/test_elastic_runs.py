@@ -14,6 +14,7 @@ import jax
 import pytest
 from run_folder import events
 from small_jobs import losses, model, run_config
+from user_errors import user_error
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
@@ -89,7 +90,7 @@ def test_a_notebook_uses_the_layout_that_fits(tmp_path):
     assert (plan := run.parts.resolved.replan) is not None and plan.text().endswith("data 8 -> 2, microbatches 1 -> 4")
     run.close()
     fixed = cfg.but(parallel=ParallelConfig(data=8))
-    with pytest.raises(ConfigError, match=r"--parallel\.elastic trains on 2 of 2 with the same rows per step"):
+    with user_error("parallel", kind=ConfigError):
         set_up(fixed, devices=jax.devices()[:2])
 
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from run_folder import lines
 from small_jobs import VOCABULARY, run_config
+from user_errors import user_error
 
 from megajax.command_line.parser import parse
 from megajax.config.compose import check
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import ConfigError
 from megajax.data.text.config import BlendConfig, MockConfig
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.job.hooks import Evaluate, PaddedRows
@@ -92,7 +93,7 @@ class Unweighted(MockConfig):
 
 
 def test_full_validation_needs_rows_without_weight():
-    with pytest.raises(ConfigError, match=r"evaluation\.full: fills .* the data makes no loss_mask"):
+    with user_error("data", kind=ConfigError):
         check(run_config(data=Unweighted(), evaluation=EvaluationConfig(full=True)), 1)
 
 
@@ -120,10 +121,10 @@ def test_invalid_sets_are_named(sets, listed):
 
 def test_a_set_without_a_validation_split_is_refused(corpus, tmp_path):
     data = BlendConfig(train_paths=(corpus,), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"evaluation\.sets\.code has no validation split"):
+    with user_error("evaluation.sets.code"):
         prepare(run_config(evaluation=EvaluationConfig(sets={"code": data})))
 
 
 def test_a_prompt_without_tokens_is_refused_before_training():
-    with pytest.raises(UserError, match=r"logging\.prompt='def ': The null tokenizer reads numbers"):
+    with user_error("logging.prompt"):
         prepare(run_config(logging=LoggingConfig(prompt="def ")))

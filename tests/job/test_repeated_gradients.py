@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from small_jobs import run_config
 from tiny_runs import QUICK, build_program, llama, place, rows, start, within
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.faults.config import RecomputeConfig, ResilienceConfig
 from megajax.job.integrity.integrity import idle_drills
 from megajax.job.integrity.recompute import (
@@ -111,7 +111,7 @@ def test_a_single_group_is_refused():
         mesh = build_mesh(ParallelConfig(data=1, tensor=2))
         cfg = run_config()
 
-    with pytest.raises(UserError, match=r"parallel\.data is 1"):
+    with user_error("resilience.recompute"):
         CheckGradients(RecomputeConfig(every=5), Alone(), print, print, ())
     CheckGradients(RecomputeConfig(), Alone(), print, print, ())
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from small_jobs import run_config
+from user_errors import user_error
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.config.errors import UserError
 from megajax.interop.conversion import open_source
 from megajax.interop.huggingface.family import Settings
 from megajax.interop.huggingface.registry import families
@@ -113,21 +113,21 @@ def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("model", "source", "words"),
+    ("model", "source"),
     [
-        (replace(MODEL, vocabulary_size=97), {}, "96 tokens, this model has 97; checkpoint.weights.new_tokens"),
-        (replace(MODEL, vocabulary_size=95), {}, "tokens: stored for 96 tokens, this model has only 95"),
-        (replace(MODEL, hidden=32), {}, r"embed_tokens.weight: shape \[96, 16\], but \[96, 32\] by the model's config"),
-        (of_blocks(replace(BLOCK.mixer, rope=None)), {}, "layers 0 to 2: mixer.rope.base: absent here, 10000.0 there"),
-        (replace(MODEL, norm=RMSNormConfig(epsilon=1e-6)), {}, "norm.epsilon: 1e-06 here, 1e-05 there"),
-        (replace(MODEL, stack=StackConfig(pattern=(BLOCK,), repeats=2)), {}, "layers.2.self_attn.q_proj.weight"),
-        (replace(MODEL, tied=True), {}, "tied: True here, False there"),
+        (replace(MODEL, vocabulary_size=97), {}),
+        (replace(MODEL, vocabulary_size=95), {}),
+        (replace(MODEL, hidden=32), {}),
+        (of_blocks(replace(BLOCK.mixer, rope=None)), {}),
+        (replace(MODEL, norm=RMSNormConfig(epsilon=1e-6)), {}),
+        (replace(MODEL, stack=StackConfig(pattern=(BLOCK,), repeats=2)), {}),
+        (replace(MODEL, tied=True), {}),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    folder: Path, tmp_path: Path, model: DecoderConfig, source: dict[str, Any], words: str
+    folder: Path, tmp_path: Path, model: DecoderConfig, source: dict[str, Any]
 ) -> None:
-    with pytest.raises(UserError, match=words):
+    with user_error():
         started(tmp_path, hf(folder, **source), model)
 
 
@@ -143,7 +143,7 @@ def test_rows_keep_the_length_of_learned_positions(tmp_path: Path) -> None:
         {each.name: draw.normal(size=each.shape()).astype(np.float32) for each in table}, folder / "a.safetensors"
     )
     for length in (16, 48):
-        with pytest.raises(UserError, match=r"Set --model.sequence_length=32 to keep the learned positions") as refused:
+        with user_error() as refused:
             started(tmp_path, hf(folder), replace(model, sequence_length=length))
         assert "fresh" not in str(refused.value)
 
@@ -153,7 +153,7 @@ def test_unknown_settings_are_accepted_by_name(folder: Path, tmp_path: Path) -> 
     shutil.copytree(folder, noted)
     settings = json.loads((folder / "config.json").read_text())
     (noted / "config.json").write_text(json.dumps({**settings, "depth_scale": 2.0}))
-    with pytest.raises(UserError, match=r"\(train: --checkpoint.ignore=depth_scale\)"):
+    with user_error():
         started(tmp_path, hf(noted))
     started(tmp_path, hf(noted), ignore=("depth_scale",), say=said.append)
     assert said[0].endswith(f" weights of hf:{noted}, ignored settings: depth_scale=2.0")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from run_folder import lines
 from small_jobs import run_config
+from user_errors import user_error
 
 from megajax.checkpoint.boxes import box_of
 from megajax.checkpoint.checkpoint_manager import CheckpointManager
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.checkpoint.zarr_reader import StoredArrays
-from megajax.config.errors import UserError
 from megajax.data.images.config import MockImagesConfig, MockMasksConfig
 from megajax.job.job import train
 from megajax.job.notebook import set_up
@@ -140,18 +140,18 @@ def test_interpolation_keeps_linear_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "source", "words"),
+    ("model", "source"),
     [
-        (vit(classes=12), {}, r"head.linear.matrix: stored shape \[16, 10\], this model has \[16, 12\]"),
-        (vit(), {"into": "tower"}, "into=tower is not a part of the model"),
-        (vit(), {"fresh": ("neck.*",)}, "neck.* names none of the weights"),
-        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 layers with stack.*, this model 3"),
-        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=1)), {}, "has 2 layers with stack.*, this model 1"),
+        (vit(classes=12), {}),
+        (vit(), {"into": "tower"}),
+        (vit(), {"fresh": ("neck.*",)}),
+        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}),
+        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=1)), {}),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    pretrained: Path, tmp_path: Path, model: ViTConfig, source: dict[str, Any], words: str
+    pretrained: Path, tmp_path: Path, model: ViTConfig, source: dict[str, Any]
 ) -> None:
     cfg = job(tmp_path, model, checkpoint=CheckpointConfig(weights=(WeightsConfig(run=pretrained, **source),)))
-    with pytest.raises(UserError, match=words):
+    with user_error():
         started(cfg)

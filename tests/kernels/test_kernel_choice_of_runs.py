@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from user_errors import user_error
 
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -93,11 +94,9 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(kernel_lines) -> None:
 
 def test_an_unsupported_kernel_is_refused_in_every_section() -> None:
     refused = replace(ENCODER_ATTENTION, kernel="cudnn", dropout=0.1)
-    with pytest.raises(
-        UserError, match=r"model\.encoder\.pattern\.0\.mixer\.kernel=cudnn: .* no dropout .* Set .*reference"
-    ):
+    with user_error():
         demand_kernels(t5(encoder=refused), H100)
-    with pytest.raises(UserError, match=r"model\.stack\.pattern\.0\.cross\.kernel=pallas: .*not in float32"):
+    with user_error():
         cfg = t5(kernel="pallas")
         cfg.precision.compute = "float32"
         demand_kernels(cfg, H100)
@@ -151,7 +150,7 @@ def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this
     (block,) = moe().model.with_kernels([choice.kernel for choice in choices]).stack.pattern
     assert (block.mixer.kernel, block.mlp.kernel) == ("cudnn", "mosaic")
     assert demand_kernels(moe(), KernelDevice(name="cpu"))[1].kernel == "reference"
-    with pytest.raises(UserError, match=r"stack\.pattern\.0\.mlp\.kernel=mosaic: .* Set .*mlp\.kernel=reference"):
+    with user_error():
         demand_kernels(moe(kernel="mosaic"), A100)
 
 

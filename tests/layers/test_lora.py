@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from tiny_runs import QUICK
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.interop.weights.adapters import leading, merge
 from megajax.kernels.grouped.capability import GroupedSizes, capable_grouped
 from megajax.layers.attention.config import AttentionConfig
@@ -200,15 +200,13 @@ def test_targets_choose_matrices() -> None:
 
 
 def test_invalid_targets_are_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.lora\.targets=\*\.quary matches no matrix.*did you mean .*query"):
+    with user_error("model.lora.targets"):
         abstract(replace(LORA, targets=("*.quary",)))
-    with pytest.raises(UserError, match=r"dropout=0\.1 is not possible for stack\.blocks\.0\.mlp\.experts\.down"):
+    with user_error("model.lora.dropout"):
         abstract(replace(LORA, dropout=0.1))
-    with pytest.raises(
-        UserError, match=r"decomposed=true is not possible for stack\.blocks\.0\.mlp\.experts\.\w+: it is a"
-    ):
+    with user_error("model.lora.decomposed"):
         abstract(replace(LORA, decomposed=True))
-    with pytest.raises(UserError, match=r"model\.lora\.rank=500 is more than the smaller side of every matrix"):
+    with user_error("model.lora.rank"):
         abstract(replace(LORA, rank=500))
     problems = problems_of(LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0))
     assert [problem.setting for problem in problems] == ["rank", "alpha", "targets", "dropout"]

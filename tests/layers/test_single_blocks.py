@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, llama
+from user_errors import user_error
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
@@ -76,5 +77,5 @@ def test_problems_name_the_sub_layer() -> None:
     message = str(caught.value)
     assert "model.stack.pattern.0.mixer.heads" in message and "model.stack.pattern.1.mlp.ffn" in message
     invalid = replace(cfg.model.stack.pattern[0], dropout=1.0)
-    with pytest.raises(ConfigError, match=r"pattern\.0\.dropout: must be at least 0 and below 1"):
+    with user_error("model.stack.pattern.0.dropout", kind=ConfigError):
         check(cfg.but(model=replace(cfg.model, stack=StackConfig(pattern=(invalid,), repeats=1))), 1)

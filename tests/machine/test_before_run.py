@@ -10,6 +10,7 @@ import pytest
 from gpu_stand_in import stand_in
 from peer_threads import together
 from small_jobs import run_config
+from user_errors import user_error
 
 from megajax.faults.config import HealthConfig, ResilienceConfig
 from megajax.job.job import train
@@ -160,7 +161,7 @@ def test_memory_errors_of_gpus_are_failures(monkeypatch):
 def test_no_run_starts_on_a_machine_that_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(host_checks, "TOO_LITTLE_SPACE", 2**60)
     cfg = run_config(tmp_path, resilience=ResilienceConfig(health=HealthConfig(before_run=True)))
-    with pytest.raises(Unfit, match=r"process 0 of 1 failed a test before the run \(disk: .* free\)") as caught:
+    with user_error(kind=Unfit) as caught:
         train(cfg)
     assert caught.value.code == 1
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -173,7 +174,7 @@ def test_all_processes_refuse_if_one_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(before_run, "tests", lambda run_dir, peers: iter([("matmul", ok("exact"))]))
     monkeypatch.setattr(before_run, "refusals", lambda peers, results: [1])
     events = []
-    with pytest.raises(Unfit, match=r"process 1 of \d+ failed a test before the run; leave"):
+    with user_error(kind=Unfit):
         demand_health(tmp_path, print, lambda name, **fields: events.append((name, fields)))
     assert events[0][0] == "health_checks" and events[0][1]["failed"] == [1] and events[0][1]["matmul"] == "exact"
     assert json.dumps(events)

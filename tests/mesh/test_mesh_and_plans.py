@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.mesh.config import MESH_AXES, ParallelConfig
@@ -116,7 +117,7 @@ def test_specs_from_logical_axes():
     assert rules.spec(("batch", "heads"), keep=()) == P(None, None)
     with pytest.raises(ValueError, match="mesh axis on two dimensions"):
         rules.spec(("heads", "mlp"))
-    with pytest.raises(UserError, match="unknown logical axis 'hedas'\ndid you mean heads"):
+    with user_error():
         rules.spec(("hedas",))
 
 

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.metrics.event_log import append_event
 from megajax.metrics.line_file import LineFile
 from megajax.metrics.run_folder import RunFolder
@@ -152,11 +152,11 @@ def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path, name: str) -> None
         os.mkfifo(path)
     else:
         path.write_text("")
-    with pytest.raises(UserError, match="is in the way: the run needs " + "a regular file" if file else "a folder"):
+    with user_error():
         RunFolder.create(tmp_path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match=name) if file else contextlib.nullcontext():
+    with user_error() if file else contextlib.nullcontext():
         RunFolder.create(tmp_path)
 
 

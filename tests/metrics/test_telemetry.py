@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 from gangs import free_port
+from user_errors import user_error
 from waiting import wait_until
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.metrics.config import LoggingConfig, TelemetryConfig
 from megajax.metrics.event_hook import LOG, LOG_BYTES, POSITION, event_hook, handle_new_lines
 from megajax.metrics.event_log import append_event
@@ -141,7 +141,7 @@ def test_an_unreachable_collector_is_told_once_and_a_taken_port_before_files(tmp
     assert errors.count("logging.telemetry.otlp") == 1 and "refused" in errors
     with ThreadingHTTPServer(("127.0.0.1", port), BaseHTTPRequestHandler):
         taken = LoggingConfig(telemetry=TelemetryConfig(prometheus=f"127.0.0.1:{port}"))
-        with pytest.raises(UserError, match=r"Set another port"):
+        with user_error("logging.telemetry.prometheus"):
             taken.build(RunFolder.create(tmp_path / "other"))
     assert not list((tmp_path / "other").iterdir())
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.event_log import Clock, append_event, next_attempt
 from megajax.metrics.record import EvaluationRecord, read_metrics
@@ -76,7 +76,7 @@ def test_a_missing_extra_is_reported_before_files_change(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, module, None)
     folder = RunFolder.create(tmp_path)
     folder.metrics.write_text('{"step": 9, "loss": 1.0}\n')
-    with pytest.raises(UserError, match=module) as caught:
+    with user_error() as caught:
         config.build(folder)
     assert extra in str(caught.value)
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -132,5 +132,5 @@ def test_run_folder(tmp_path):
 def test_a_run_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/megajax")):
-        with pytest.raises(UserError, match=str(place)):
+        with user_error("run_dir"):
             RunFolder.create(place)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny_encoders import READING, WRITING, bert, t5
 from tiny_runs import LENGTH, ONE, build_program, rows, start
+from user_errors import user_error
 
 from megajax.batch import Batch
 from megajax.config.compose import check
@@ -46,7 +47,7 @@ CONTEXT = ParallelConfig(data=1, context=2)
 
 def test_t5_attends_to_gathered_keys() -> None:
     cfg = replace(build_program(t5(), CONTEXT, microbatches=1).cfg, parallel=replace(CONTEXT, context_strategy="ring"))
-    with pytest.raises(ConfigError, match=r"set parallel\.context_strategy=all_gather"):
+    with user_error("model.stack.pattern.0.cross.kernel", kind=ConfigError):
         check(cfg, 2)
 
 
@@ -62,7 +63,7 @@ def test_heads_of_the_encoder_and_across_are_divided_too(part: str) -> None:
     }
     cfg = build_program(t5(), ONE, microbatches=1).cfg
     cfg = replace(cfg, model=replace(t5(), **changes[part]), parallel=ParallelConfig(data=1, tensor=2))
-    with pytest.raises(ConfigError, match=rf"{part}.*heads=3 is not divisible by parallel.tensor=2"):
+    with user_error(kind=ConfigError):
         check(cfg, 2)
 
 
@@ -76,21 +77,15 @@ def test_settings_of_decoders_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    "model",
     [
-        (replace(t5(), prediction=PredictionConfig()), "prediction"),
-        (replace(t5(), stack=StackConfig(pattern=(replace(WRITING, mixer=READING.mixer),), repeats=2)), "it predicts"),
-        (
-            replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=WINDOW),), repeats=2)),
-            "window: needs causal attention",
-        ),
-        (
-            replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=ONE_SIDED),), repeats=2)),
-            "relative.both_ways: is needed",
-        ),
+        replace(t5(), prediction=PredictionConfig()),
+        replace(t5(), stack=StackConfig(pattern=(replace(WRITING, mixer=READING.mixer),), repeats=2)),
+        replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=WINDOW),), repeats=2)),
+        replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=ONE_SIDED),), repeats=2)),
     ],
 )
-def test_settings_without_effect_on_encoders_and_decoders_are_refused(model: DecoderConfig, message: str) -> None:
+def test_settings_without_effect_on_encoders_and_decoders_are_refused(model: DecoderConfig) -> None:
     cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
-    with pytest.raises(ConfigError, match=message):
+    with user_error(kind=ConfigError):
         check(cfg, 1)

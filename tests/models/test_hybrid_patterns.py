@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 from tiny_runs import ONE, build_program, llama
+from user_errors import user_error
 
 from megajax.config.compose import check
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import ConfigError
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import GatedMLPConfig
@@ -41,21 +42,21 @@ def test_repeats_become_a_stack_and_others_segments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("", "has no layers"),
-        ("|", "chunk 1 of 2 has no layers"),
-        ("M-||M-", "chunk 2 of 3 has no layers"),
-        ("/*-", "has no layers"),
-        ("M-*/", "each / starts the layers of one head"),
-        ("M-*/*-/*", "all heads must have the same layers; got '\\*-' and '\\*'"),
-        ("M-G*", r"no block for 'G' \(gated delta net\) at position 3; known letters: M \(Mamba-2\), \* \(attention"),
-        ("M-x", r"no block for 'x' at position 3"),
-        ("M- M", r"no block for ' ' at position 3"),
+        "",
+        "|",
+        "M-||M-",
+        "/*-",
+        "M-*/",
+        "M-*/*-/*",
+        "M-G*",
+        "M-x",
+        "M- M",
     ],
 )
-def test_invalid_patterns(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_invalid_patterns(text: str) -> None:
+    with user_error():
         hybrid_stack(text, BLOCKS)
 
 
@@ -69,12 +70,12 @@ def test_pipeline_boundaries() -> None:
     four = {"pipeline": 2, "virtual_stages": 2, "layers": (2, 3, 1, 2), "schedule": "interleaved"}
     assert cut("M-|M*M|-|M*", 2) == four
     for stages in (1, 3):
-        with pytest.raises(UserError, match=rf"has 4 chunks.* parallel.pipeline={stages} .*use 2 or 4, or leave out"):
+        with user_error():
             cut("M-|M*M|-|M*", stages)
     text = "M-M|*M-M*"
     cfg = build_program(replace(llama(), stack=hybrid_stack(text, BLOCKS)), ONE, microbatches=4).cfg
     check(cfg.but(parallel=ParallelConfig(**cut(text, 2))), 2)
-    with pytest.raises(ConfigError, match=r"parallel.layers: 3,4 are 7 in all, the model's stack has 8"):
+    with user_error("parallel.layers", kind=ConfigError):
         check(cfg.but(parallel=ParallelConfig(pipeline=2, layers=(3, 4))), 2)
 
 
@@ -85,5 +86,5 @@ def test_heads_that_predict_further_ahead() -> None:
     two = hybrid_prediction("M-M*/*-/*-", BLOCKS)
     assert two is not None and two.depth == 2
     assert two.block == BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=32))
-    with pytest.raises(UserError, match=r"a head that predicts further must be one block.*got 'MM'"):
+    with user_error():
         hybrid_prediction("M-M*/MM", BLOCKS)

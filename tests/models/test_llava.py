@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_encoders import GATED, IMAGE, llava
 from tiny_runs import LENGTH, ONE, VOCABULARY, build_program, start, within
+from user_errors import user_error
 
 from megajax.batch import Batch, Placeholder
 from megajax.config.compose import check
@@ -104,28 +105,25 @@ def tiny() -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"image_token": VOCABULARY}, "outside the vocabulary of 250 ids"),
-        ({"slots": 0}, "slots.*must be at least 1"),
-        ({"projector": ProjectorConfig(pixel_shuffle=3)}, "3 does not divide the 2 x 2 patches"),
-        ({"keep_class_tokens": True, "projector": ProjectorConfig(pixel_shuffle=2)}, "pixel_shuffle=2 joins squares"),
-        ({"projector": ProjectorConfig(ffn=0, gated=True)}, "gated.*ffn=0 is a single matrix"),
-        ({"keep_class_tokens": True, "sequence_length": 5}, "5 is too short for the 5 positions of an image"),
-        ({"slots": 5}, "16 is too short for 5 images of 4 positions"),
-        ({"sequence_length": 4}, "4 is too short for the 4 positions of an image"),
-        ({"vision": replace(llava().vision, height=9)}, r"vision.height.*9 is not divisible by patch=4"),
-        ({"parallel": ParallelConfig(data=1, tensor=3)}, r"vision.*heads=4 is not divisible by parallel.tensor=3"),
-        (
-            {"parallel": ParallelConfig(data=1, pipeline=2)},
-            r"sections \(vision, stack\)(?s:.*)use 1 and parallel.data=2",
-        ),
+        {"image_token": VOCABULARY},
+        {"slots": 0},
+        {"projector": ProjectorConfig(pixel_shuffle=3)},
+        {"keep_class_tokens": True, "projector": ProjectorConfig(pixel_shuffle=2)},
+        {"projector": ProjectorConfig(ffn=0, gated=True)},
+        {"keep_class_tokens": True, "sequence_length": 5},
+        {"slots": 5},
+        {"sequence_length": 4},
+        {"vision": replace(llava().vision, height=9)},
+        {"parallel": ParallelConfig(data=1, tensor=3)},
+        {"parallel": ParallelConfig(data=1, pipeline=2)},
     ],
 )
-def test_weights_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+def test_weights_that_do_not_fit_are_refused(changes: dict) -> None:
     cfg = tiny()
     parallel = changes.pop("parallel", ONE)
-    with pytest.raises(ConfigError, match=message):
+    with user_error(kind=ConfigError):
         check(replace(cfg, model=replace(cfg.model, **changes), parallel=parallel), parallel.tensor * parallel.pipeline)
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.layers.attention.config import AttentionConfig
 from megajax.layers.block.config import BlockConfig
 from megajax.layers.mlp.config import DenseMLPConfig
@@ -75,7 +75,7 @@ def test_patterns_change_their_own_settings_and_later_ones_win(declared):
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_paths(declared):
-    with pytest.raises(UserError, match=r"groups\.1\.match=.*mlp\.upp matches no weight.*stack\.blocks\.0\.mlp\.up"):
+    with user_error():
         AdamWConfig(groups=(GroupConfig(match="*"), GroupConfig(match="stack.blocks.0.mlp.upp"))).build(declared)
 
 
@@ -106,9 +106,9 @@ def test_the_update_uses_the_rates_of_each_group():
 
 def test_a_group_whose_rate_would_rise_is_refused():
     schedule = ScheduleConfig(lr=1e-2, min_lr=1e-3).build(steps=10, global_size=1)
-    with pytest.raises(UserError, match=r"lr=0\.0001 of their own would rise to schedule\.min_lr=0\.001"):
+    with user_error():
         schedule.rates(jnp.int32(0), 0.1, ParameterGroup(lr=1e-4))
-    with pytest.raises(UserError, match=r"min_lr=0\.1 of their own"):
+    with user_error():
         schedule.rates(jnp.int32(0), 0.1, ParameterGroup(min_lr=0.1))
 
 

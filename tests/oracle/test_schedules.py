@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from megatron_cases import Settings, cases, load_arrays, load_json
 from megatron_config import batch_config, schedule_config
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.optim.groups import ParameterGroup
 from megajax.precision.config import DynamicScaleConfig
 from megajax.training.batch_sizes import BatchSizes
@@ -79,7 +79,7 @@ def test_microbatches(case: str) -> None:
         assert sizes.nominal(consumed) == nominal, f"at {consumed}"
         if nominal in uneven:
             # Unchecked, they skip rows that count as read; here it is an error.
-            with pytest.raises(UserError, match="not divisible"):
+            with user_error():
                 sizes.at(consumed)
             continue
         assert sizes.at(consumed) == (running, microbatches), f"at {consumed}"
@@ -89,7 +89,7 @@ def test_microbatches(case: str) -> None:
 
 def refused(sizes: BatchSizes) -> None:
     """Some size of the run is impossible."""
-    with pytest.raises(UserError, match="not divisible"):
+    with user_error():
         sizes.sizes()
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from descriptions import STAGES_70B, TENSOR_4, llama3_8b
+from user_errors import user_error
 
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.models.decoder.config import PredictionConfig
 from megajax.models.presets.llama import llama3
@@ -214,7 +214,7 @@ def test_mfu_uses_the_same_peak_for_any_matmul_dtype() -> None:
 
 
 def test_fp8_needs_a_device_with_fp8() -> None:
-    with pytest.raises(UserError, match="a100-80gb has no fp8"):
+    with user_error():
         estimate(run(compute="fp8", device=GPUS["a100-80gb"]))
 
 

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from small_jobs import model, run_config
 from tiny_runs import with_block
+from user_errors import user_error
 
 from megajax.config import load
 from megajax.config.compose import problems_of
@@ -173,7 +174,7 @@ def test_rounding_down_keeps_the_rows_of_the_requested_layout():
 
 
 def test_an_invalid_config_stays_invalid():
-    with pytest.raises(ConfigError, match="24 rows are not divisible by micro_size=2 x 8"):
+    with user_error("batch.global_size", kind=ConfigError):
         replanned(job(24, 2, data=8), (6,))
 
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_runs import ONE, QUICK, Program, build_program, place, rows, start, wide, with_block, within
+from user_errors import user_error
 
 from megajax.config.compose import check
 from megajax.config.errors import ConfigError
@@ -304,9 +305,9 @@ def test_rows_follow_their_layers_to_another_pipeline() -> None:
             np.testing.assert_array_equal(history[row], values[path][layer] if layer >= 0 else 0)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"history": 0}, "at least 1"), ({"margin": 100}, "between")])
-def test_refusals(settings: dict[str, int], message: str) -> None:
+@pytest.mark.parametrize("settings", [{"history": 0}, {"margin": 100}])
+def test_refusals(settings: dict[str, int]) -> None:
     cfg = prepared(ONE, DELAYED).cfg
     fp8 = Fp8DelayedConfig(**settings)
-    with pytest.raises(ConfigError, match=message):
+    with user_error(kind=ConfigError):
         check(cfg.but(precision=replace(cfg.precision, matmul=fp8)), 8)

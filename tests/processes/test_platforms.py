@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import pytest
+from user_errors import user_error
 
 from megajax.command_line import device_flags as command_line
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import ConfigError
 from megajax.mesh import mesh
 from megajax.mesh.mesh import find_devices, select_devices
 from megajax.processes import start as processes
@@ -61,7 +62,7 @@ def test_falling_back_to_the_CPU_with_GPUs_is_a_warning(actual, monkeypatch, rec
 def test_missing_GPUs_are_an_error_with_the_remedy(actual, found_gpus, texts, monkeypatch):
     actual.append(RuntimeError("no CUDA-capable device"))
     monkeypatch.setattr(mesh, "find_installation", lambda: found_gpus)
-    with pytest.raises(UserError, match="jax finds no default devices: no CUDA-capable device") as refused:
+    with user_error() as refused:
         find_devices()
     assert texts in str(refused.value)
 
@@ -92,7 +93,7 @@ def test_each_process_has_devices_in_the_mesh(counts, used, neighbours, expected
 
 
 def test_a_mesh_smaller_than_the_number_of_processes_is_refused():
-    with pytest.raises(ConfigError, match="multiply to 2 devices, and each of the 3 processes needs one"):
+    with user_error("parallel", kind=ConfigError):
         select_devices(devices_of(2, 2, 2), 2)
 
 

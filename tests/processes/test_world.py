@@ -1,6 +1,7 @@
 """The index and number of processes: flags and the variables of launchers."""
 
 import pytest
+from user_errors import user_error
 
 from megajax.command_line.parser import PROCESS_FLAGS, parse
 from megajax.config.errors import ConfigError
@@ -67,7 +68,7 @@ def test_slurm():
 
 
 def test_open_mpi():
-    with pytest.raises(StartError, match="where process 0 is is not known: give --coordinator"):
+    with user_error(kind=StartError):
         find_world(MPI)
     single_machine = find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
     assert (
@@ -101,7 +102,7 @@ def test_torchrun_is_refused_with_the_command_to_use_instead(variables):
 
 def test_mpich_is_refused_with_the_command_to_use_instead():
     mpich = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
-    with pytest.raises(StartError, match="process 1 of 4 of the mpirun of MPICH or Intel MPI") as error:
+    with user_error(kind=StartError) as error:
         find_world(mpich)
     assert (error.value.code, error.value.reported) == (2, True)
     assert "megajax.launch" in str(error.value) and "--num-processes=4 --process-id=1" in str(error.value)
@@ -182,10 +183,10 @@ def test_flags_and_the_devices_of_all_processes(environment):
     base = ["--config=gpt2.py:debug", "--devices=cpu:8"]
     flags = ["--coordinator=a:1", "--num-processes=3", "--process-id=2"]
     command = parse([*base, *flags, "--parallel.data=2"], verb="train", flags=PROCESS_FLAGS)
-    with pytest.raises(ConfigError, match="24 devices are not divisible by 5"):
+    with user_error("parallel.tensor", kind=ConfigError):
         parse([*base, *flags, "--parallel.tensor=5"], verb="train", flags=PROCESS_FLAGS)
     assert find_world() == World(3, 2, "a:1")
     assert command.flags["init_timeout"] == 300
     environment.setenv("MEGAJAX_NUM_PROCESSES", "")
-    with pytest.raises(StartError, match="how many"):
+    with user_error(kind=StartError):
         parse([*base, flags[0], flags[2]], verb="train", flags=PROCESS_FLAGS)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.report import main
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
@@ -161,7 +161,7 @@ def test_front_door(tmp_path: Path, eventful: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written(eventful: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="can't be written"):
+    with user_error():
         main([str(eventful), f"--output={tmp_path}/no/such/folder/page.html"])
 
 

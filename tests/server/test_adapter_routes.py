@@ -7,6 +7,7 @@ from threading import Event
 
 import pytest
 from served import Running, serving
+from user_errors import user_error
 from waiting import wait_until
 
 from megajax.config.errors import ConfigError, UserError
@@ -139,9 +140,9 @@ def test_the_routes_are_off_by_default(served: Running, tmp_path: Path) -> None:
 def test_adapters_of_the_command_line() -> None:
     assert named_folders(("a=x/y", "b=z=1")) == {"a": Path("x/y"), "b": Path("z=1")}
     for flag in (("a",), ("=x",), ("a=",), ("a=x", "a=y")):
-        with pytest.raises(ConfigError, match="--adapters"):
+        with user_error("--adapters", kind=ConfigError):
             named_folders(flag)
     config = ServingConfig(model=None)  # ty: ignore[invalid-argument-type]
     assert with_slots(config, 3).inference.adapters == 3 and with_slots(config, 0) == config
-    with pytest.raises(ConfigError, match=r"server\.load_adapters: needs slots"):
+    with user_error("server.load_adapters", kind=ConfigError):
         with_slots(ServingConfig(model=None, server=ServerConfig(load_adapters=True)), 0)  # ty: ignore[invalid-argument-type]

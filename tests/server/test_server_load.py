@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from echo_device import BAD, DEATH, EchoDevice
 from served import Running, serving
+from user_errors import user_error
 from waiting import wait_until
 
 from megajax.config.errors import ConfigError
@@ -179,7 +180,7 @@ def test_each_key_has_a_cache_of_its_own(keys: Path) -> None:
             answer = running.ask("/v1/completions", body, headers=headers).json()
             shared.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert shared == [0, 0, 32, 32, 0]
-    with pytest.raises(ConfigError, match="needs keys"):
+    with user_error("server.cache_per_key", kind=ConfigError):
         ReadyServer(ServerConfig(cache_per_key=True), Access(port=0))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from user_errors import user_error
 from waiting import wait_until
 
 from megajax.config.compose import problems_of
@@ -87,16 +88,16 @@ def test_public_addresses_need_keys(host: str, loopback: bool, tmp_path: Path) -
 
 
 def test_servers_that_do_not_start(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--host: 0\.0\.0\.0 can be reached from other machines.*\n.*--insecure"):
+    with user_error("--host"):
         ReadyServer(ServerConfig(), Access(host="0.0.0.0"))
     for text, message in (("", "is empty"), ("short\n", "fewer than 16")):
         (tmp_path / "keys").write_text(text)
         with pytest.raises(UserError, match=message):
             ReadyServer(ServerConfig(), Access(api_key_file=tmp_path / "keys"))
-    with pytest.raises(UserError, match="cannot be read"):
+    with user_error("--api-key-file"):
         ReadyServer(ServerConfig(), Access(api_key_file=tmp_path / "none"))
     listener = socket.create_server(("127.0.0.1", 0))
-    with listener, pytest.raises(UserError, match="cannot listen on this address: Address already in use"):
+    with listener, user_error("--host"):
         ReadyServer(ServerConfig(), Access(port=listener.getsockname()[1]))
     assert [problem.setting for problem in problems_of(Access(port=70_000))] == ["port"]
     config = ServerConfig(queue=0, prompts=0, body_bytes=1, body_seconds=0.0, drain_seconds=float("nan"))
@@ -105,11 +106,11 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
 
 
 def test_invalid_command_lines(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--run: must be given, or --hf"):
+    with user_error("--run"):
         main([])
-    with pytest.raises(UserError, match="is given, and --hf="):
+    with user_error("--run"):
         main([f"--run={tmp_path}", f"--hf={tmp_path}"])
-    with pytest.raises(UserError, match=r"no .*config\.yaml"):
+    with user_error("--run"):
         main([f"--run={tmp_path}"])
 
 

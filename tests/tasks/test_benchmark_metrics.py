@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.data.language_benchmarks.config import SquadConfig
 from megajax.data.language_benchmarks.squad import Paragraph, ParagraphWindow, SquadQuestion, paragraph_windows
 from megajax.tasks.config import SquadTaskConfig
@@ -23,7 +23,7 @@ def test_a_threshold_needs_version_2(monkeypatch):
     scorer: Any = SimpleNamespace(
         program=SimpleNamespace(cfg=SimpleNamespace(data=SquadConfig(path="", version="1.1")))
     )
-    with pytest.raises(UserError, match=r"threshold=1 is for version 2\.0, but the run's data is of 1\.1"):
+    with user_error("squad"):
         Squad(SquadTaskConfig(threshold=1.0), scorer)
 
 

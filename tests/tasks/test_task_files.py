@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.config.class_references import resolve
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import ConfigError
 from megajax.data.text.indexed_dataset import IndexedWriter
 from megajax.tasks.config import ChoicesConfig, LambadaConfig, PerplexityConfig, TextConfig, WikitextConfig
 from megajax.tasks.evaluate_command import parse_tasks
@@ -78,7 +79,7 @@ def test_windows_are_megatrons(size, stride):
 
 
 def test_a_stride_above_a_row_is_refused():
-    with pytest.raises(UserError, match="stride=17 is above the 16 tokens of a row"):
+    with user_error():
         list(windows(np.arange(9), LENGTH, 17))
 
 
@@ -138,11 +139,11 @@ def test_token_files_are_one_stream(tmp_path):
     figures = TokenFiles(PerplexityConfig(paths=(str(tmp_path / "a"),)), Made())()
     stream = np.concatenate(documents)
     assert figures["loss"].value == pytest.approx(np.mean([loss(int(token)) for token in stream[1:]]))
-    with pytest.raises(UserError, match=r"a has token \d+, but the model's ids are 0 to 99: it comes from another"):
+    with user_error():
         TokenFiles(PerplexityConfig(paths=(str(tmp_path / "a"),)), Made(vocabulary=100))
     with IndexedWriter(tmp_path / "b", np.dtype("<i4")) as writer:
         writer.add_document([np.array([5, -3, 7], np.int32)])
-    with pytest.raises(UserError, match=r"b has token -3, but the model's ids are 0 to 256: it comes from another"):
+    with user_error():
         TokenFiles(PerplexityConfig(paths=(str(tmp_path / "b"),)), Made())
 
 
@@ -210,9 +211,7 @@ def test_lm_eval_gets_the_tokens_of_its_models():
     assert actual.truncated == 1
     empty = request("a", "")
     empty.task_name, empty.doc_id, empty.idx = "cloze", 2, 1
-    with pytest.raises(
-        UserError, match=r"lm-eval:cloze, line 3 of its data, choice 1: a continuation has 0 tokens: its"
-    ):
+    with user_error():
         actual.loglikelihood([request("a", " b"), empty])
     assert model(with_bos(()), 4).prefix_token_id == 1
     assert model(Made(), 4).prefix_token_id == 256
@@ -257,23 +256,23 @@ def test_standard_errors():
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("{", "a.jsonl, line 2: is not JSON"),
-        ("[" * 100_000 + "]" * 100_000, "a.jsonl, line 2: is not JSON: maximum recursion"),
-        ('{"answer": ' + "9" * 5000 + "}", "a.jsonl, line 2: is not JSON: Exceeds the limit"),
-        ([1], "a.jsonl, line 2: is \\[1\\], not an object with context"),
-        ({"contxt": "q", "choices": [], "answer": 0}, "line 2: lacks context; it has contxt, choices, answer. did you"),
-        ({"context": 3, "choices": [], "answer": 0}, "line 2: context is 3, not text"),
-        ({"context": "q", "choices": ["a"], "answer": 0}, "line 2: choices must be two texts or more"),
-        ({"context": "q", "choices": ["a", "b"], "answer": True}, "line 2: answer is true, not a whole number"),
-        ({"context": "q", "choices": ["a", "b"], "answer": 2}, "line 2: answer is 2, the choices are 0 to 1"),
-        ({"context": "q", "choices": ["a", "b" * 40], "answer": 0}, "line 2: has a choice of 41 tokens; rows of the"),
+        "{",
+        "[" * 100_000 + "]" * 100_000,
+        '{"answer": ' + "9" * 5000 + "}",
+        [1],
+        {"contxt": "q", "choices": [], "answer": 0},
+        {"context": 3, "choices": [], "answer": 0},
+        {"context": "q", "choices": ["a"], "answer": 0},
+        {"context": "q", "choices": ["a", "b"], "answer": True},
+        {"context": "q", "choices": ["a", "b"], "answer": 2},
+        {"context": "q", "choices": ["a", "b" * 40], "answer": 0},
     ],
 )
-def test_bad_lines_are_named(tmp_path, line, message):
+def test_bad_lines_are_named(tmp_path, line):
     valid = {"context": "q", "choices": ["a", "b"], "answer": 1}
-    with pytest.raises(UserError, match=message):
+    with user_error():
         Choices(ChoicesConfig(path=write(tmp_path / "a.jsonl", valid, line)), Made())
 
 
@@ -281,14 +280,14 @@ def test_a_choice_without_tokens_is_named(tmp_path):
     scorer = Made()
     scorer.tokenizer = SimpleNamespace(prefix=(), encode=lambda text: np.array([*text.rstrip().encode()], np.int32))
     path = write(tmp_path / "a.jsonl", {"context": "q", "choices": ["a", "\t"], "answer": 0})
-    with pytest.raises(UserError, match=r"line 1: choice 1 has 0 tokens: after its context, ' \\t' has no more tokens"):
+    with user_error():
         Choices(ChoicesConfig(path=path), scorer)
 
 
 def test_texts_of_one_word_are_refused(tmp_path):
-    with pytest.raises(UserError, match="line 1: text is 'alone', but needs two words"):
+    with user_error():
         Lambada(LambadaConfig(path=write(tmp_path / "a.jsonl", {"text": "alone"})), Made())
-    with pytest.raises(UserError, match=r"a\.jsonl: has no lines"):
+    with user_error():
         Lambada(LambadaConfig(path=write(tmp_path / "a.jsonl", "")), Made())
 
 
@@ -302,20 +301,20 @@ def test_tasks_are_parsed_from_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("", "--tasks: must be given"),
-        ("lambda:x", "lambda is not a task\n.*did you mean lambada"),
-        ("hellaswag", "hellaswag is not a task\n.*did you mean lm-eval:hellaswag, of lm-evaluation-harness on local"),
-        ("lambada_openai", "did you mean lambada or lm-eval:lambada_openai, of"),
-        ("squad_v3:x", "squad_v3 is not a task\n.*did you mean squad"),
-        ("lambada", "--tasks=lambada: path: has no default and is not given"),
-        ("lambada:/no/file", "--tasks=lambada: path: /no/file does not exist\n.*nothing is downloaded"),
-        ("perplexity:a:strid=3", "--tasks=perplexity: strid: no such setting"),
-        ("perplexity:a:stride=0", "stride: must be at least 1, got 0"),
-        ("text:a.txt:key=body", r"key: is body, but a\.txt is not a \.jsonl file"),
+        "",
+        "lambda:x",
+        "hellaswag",
+        "lambada_openai",
+        "squad_v3:x",
+        "lambada",
+        "lambada:/no/file",
+        "perplexity:a:strid=3",
+        "perplexity:a:stride=0",
+        "text:a.txt:key=body",
     ],
 )
-def test_wrong_tasks_are_named(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_tasks_are_named(text):
+    with user_error(kind=ConfigError):
         parse_tasks(text)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.tokenizers.base import join_tokens
 from megajax.tokenizers.byte import TABLE
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
@@ -27,9 +27,9 @@ def test_byte_vocabulary():
     assert tokenizer.encode("\ud800").tolist() == [0xED, 0xA0, 0x80]
     assert tokenizer.decode([104, 105, 256]) == "hi"
     assert tokenizer.decode([0xFF]) == "�"
-    with pytest.raises(UserError, match="257 is outside the vocabulary: ids go from 0 to 256"):
+    with user_error():
         tokenizer.decode([257])
-    with pytest.raises(UserError, match="-1 is outside"):
+    with user_error():
         tokenizer.decode([-1])
 
 
@@ -47,11 +47,9 @@ def test_null_vocabulary_ends_with_the_end_of_documents():
     assert tokenizer.identity != NullTokenizerConfig(vocabulary_size=513).build().identity
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("1 two", "'two'"), ("1 -2", "'-2'"), ("512", "512 is outside"), ("1.5", r"'1\.5'")]
-)
-def test_null_names_invalid_ids(text, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("text", ["1 two", "1 -2", "512", "1.5"])
+def test_null_names_invalid_ids(text):
+    with user_error():
         NullTokenizerConfig(vocabulary_size=512).build().encode(text)
 
 

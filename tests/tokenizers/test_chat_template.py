@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.tokenizers import chat_template
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit, TextPiece
@@ -83,7 +83,7 @@ def test_limits_of_templates() -> None:
     )
     assert tools.render(TALK, tools=[{"name": "é"}]) == '[{"name": "é"}]|'
     for text in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% for a in b %}" * 30 + "{% endfor %}" * 30):
-        with pytest.raises(UserError, match="not a Jinja2 template"):
+        with user_error("data.template"):
             ChatTemplate(text)
 
 
@@ -138,16 +138,16 @@ def test_templates_in_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate(str(tmp_path / "tokenizer_config.json")).render(TALK) == "d"
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"no chat template.*chat_template\.jinja"):
+    with user_error():
         ChatTemplate(str(tmp_path / "tokenizer_config.json"))
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
-    [("chatlm", "'chatlm' is neither plain, chatml"), ("{% for %}", "not a Jinja2 template: line 1")],
+    "source",
+    ["chatlm", "{% for %}"],
 )
-def test_invalid_templates(source: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_invalid_templates(source: str) -> None:
+    with user_error("data.template"):
         ChatTemplate(source)
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
@@ -76,17 +77,17 @@ def test_usual_names(path, tmp_path):
     with_eod = HuggingFaceTokenizerConfig(path=str(file), eod="a").build()
     assert with_eod.eod == content["model"]["vocab"]["a"]
     file.write_text(json.dumps(content).replace("</s>", "<other>"))
-    with pytest.raises(UserError, match="none of the usual tokens"):
+    with user_error():
         HuggingFaceTokenizerConfig(path=str(file)).build()
-    with pytest.raises(UserError, match="no token <gone>"):
+    with user_error():
         HuggingFaceTokenizerConfig(path=str(file), eod="<gone>").build()
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(UserError, match=r"gone\.json: cannot read this tokenizer\.json"):
+    with user_error():
         HuggingFaceTokenizerConfig(path=str(tmp_path / "gone.json")).build()
     (tmp_path / "bad.json").write_text('{"model": 1}')
-    with pytest.raises(UserError, match=r"bad\.json: not a tokenizer\.json"):
+    with user_error():
         HuggingFaceTokenizerConfig(path=str(tmp_path / "bad.json")).build()
 
 

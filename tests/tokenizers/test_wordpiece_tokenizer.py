@@ -1,8 +1,8 @@
 """BERT's WordPiece."""
 
 import pytest
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.tokenizers.wordpiece import train_vocabulary
 from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, encoded, safe_to_cut
@@ -69,18 +69,18 @@ def test_same_ids_and_text_as_hugging_face(vocabulary, lower):
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    "lines",
     [
-        ([*SPECIAL[:4], *WORDS], r"no token \[MASK\]"),
-        ([*SPECIAL, "a", "b", "a"], "line 8: token 'a' is also in line 6"),
-        (None, r"vocab\.txt: cannot read this WordPiece vocabulary"),
+        [*SPECIAL[:4], *WORDS],
+        [*SPECIAL, "a", "b", "a"],
+        None,
     ],
 )
-def test_wrong_vocabularies(lines, message, tmp_path):
+def test_wrong_vocabularies(lines, tmp_path):
     path = tmp_path / "vocab.txt"
     if lines is not None:
         path.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=message):
+    with user_error():
         WordPieceTokenizerConfig(vocabulary=str(path)).build()
 
 
@@ -104,7 +104,7 @@ def test_the_vocabulary_is_the_same_every_time_and_holds_the_words(tmp_path):
 
 
 def test_a_size_below_the_alphabet_and_a_text_without_words_are_errors():
-    with pytest.raises(UserError, match="its characters and special tokens alone are"):
+    with user_error():
         trained(size=20)
-    with pytest.raises(UserError, match="no word"):
+    with user_error():
         train_vocabulary(lambda: ["", " \n"], size=100)

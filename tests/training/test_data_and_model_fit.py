@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from user_errors import user_error
 
 import megajax as mj
 from megajax.config import load
@@ -42,7 +43,7 @@ def test_evaluation_sets_have_the_leaves_that_the_model_reads() -> None:
     sets = "evaluation.sets={other: {type: MockConfig, isolate_documents: %s}}"
     isolated = "gpt3.py:debug", "data.type=Mock", "data.isolate_documents=true"
     assert load(*isolated, sets % "true").evaluation.sets
-    with pytest.raises(ConfigError, match=r"other: makes tokens.*, the run.s data tokens.*segment_ids"):
+    with user_error("evaluation.sets.other", kind=ConfigError):
         load(*isolated, sets % "false")
     own = replace(load(*isolated), data=WithoutPadding())
     assert not own.but(evaluation=load(*isolated, sets % "true").evaluation).problems(1)
@@ -72,5 +73,5 @@ def test_sections_of_different_depth_are_rounded_whole() -> None:
     """First and last layers are the same numbers in all sections."""
     deeper = "t5.py:debug", "precision.compute=bfloat16", "model.encoder.repeats=4"
     assert load(*deeper, "precision.matmul=Fp8Current").precision.matmul is not None
-    with pytest.raises(ConfigError, match="sections of equally many layers, and these differ: encoder 4, stack 2"):
+    with user_error("precision.matmul", kind=ConfigError):
         load(*deeper, "precision.matmul=Nvfp4")

@@ -6,11 +6,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_runs import build_program, llama
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.processes.peers import Peers
 from megajax.training.reference import ScoresFile, ScoresOrigin, intact_rows, record, weights_checksum
@@ -65,7 +64,7 @@ def test_each_origin_has_its_own_file(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"reference_dir to a folder that can be written"):
+    with user_error():
         ScoresFile(tmp_path / "file" / "folder", ORIGIN, 4, Peers("test")).add(ROWS)
 
 

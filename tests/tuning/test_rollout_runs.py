@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from run_folder import timeless_steps
+from user_errors import user_error
 
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -135,12 +136,12 @@ def test_the_weights_of_the_reference_are_read_whole_or_not_at_all(tmp_path: Pat
     assert any(on_stages._weights[name].shape != expected[name].shape for name in layered)
     other, _ = keep("seed=7")
     other(None)
-    with pytest.raises(UserError, match=rf"it has the weights \w+, and those of .* are {kept.weights}"):
+    with user_error():
         first(kept.weights)
-    with pytest.raises(UserError, match="the checkpoint has no checksum of the run's reference model"):
+    with user_error():
         first(UNRECORDED)
     path.unlink()
-    with pytest.raises(UserError, match=r"the run resumes, and its reference model can't be read \(FileNotFound"):
+    with user_error():
         first(kept.weights)
 
 
@@ -227,23 +228,17 @@ def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        (("data.prompt_tokens=30",), r"are 31 tokens, model.sequence_length is 20"),
-        (("data.prompts=7",), r"data.prompts=7 x data.answers=8, 4 in a row, .*batch.global_size=8 does not divide"),
-        (("data.rewards=nothing.py:f", "data.reward_weights=1"), r"nothing.py:f: cannot be loaded"),
-        (("data.reward_model=runs/reward",), r"data.reward_model=runs/reward is read by megajax.train alone"),
-        (
-            ("data.parallel.tensor=3",),
-            r"data.parallel has tensor=3, expert=1 and data=none, .* the 1 devices of the run",
-        ),
-        (("data.mismatch_limit=1e-12", "data.on_mismatch=stop"), r"differs by .* between engine and trainer"),
-        (
-            ("data.inference.equal_to_training=true", "data.top_k=5", "model.sequence_length=8"),
-            r"with data.top_k=5 the probabilities that tokens",
-        ),
+        ("data.prompt_tokens=30",),
+        ("data.prompts=7",),
+        ("data.rewards=nothing.py:f", "data.reward_weights=1"),
+        ("data.reward_model=runs/reward",),
+        ("data.parallel.tensor=3",),
+        ("data.mismatch_limit=1e-12", "data.on_mismatch=stop"),
+        ("data.inference.equal_to_training=true", "data.top_k=5", "model.sequence_length=8"),
     ],
 )
-def test_refusals(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_refusals(words: tuple[str, ...]) -> None:
+    with user_error():
         steps(*words, "steps=1")

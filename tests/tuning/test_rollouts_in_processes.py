@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from peer_threads import together
 from run_folder import events, lines, timeless_steps
+from user_errors import user_error
 
-from megajax.config.errors import UserError
 from megajax.tuning.config import DigitSumsConfig
 from megajax.tuning.judging import Judge
 from megajax.tuning.prompts import PromptLine
@@ -129,13 +129,13 @@ def test_processes_share_rewards_and_failures(tmp_path: Path) -> None:
         return [SampledAnswer((1,), (ord(text),), (-1.0,), text, cut=False) for text in texts]
 
     def judged(peers: Any) -> Any:
-        with pytest.raises(UserError, match=r"data.rewards: .*broken.py:reward: cannot be loaded"):
+        with user_error():
             Judge(DigitSumsConfig(rewards=(f"{tmp_path}/broken.py:reward",), **settings), tmp_path, peers)
         judge = Judge(cfg, tmp_path, peers)
         groups = [answers("1", "x", "3"), answers("4", "4", "4")]
         same = judge(prompts, groups)
         groups[1][0] = groups[1][0]._replace(log_p=(-2.0 - peers.index,))
-        with pytest.raises(UserError, match=r"processes 0 and 1 sampled different answers"):
+        with user_error():
             judge(prompts, groups)
         judge.close()
         return same

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.config.compose import problems_of
-from megajax.config.errors import UserError
 from megajax.data.rows.config import LoaderConfig
 from megajax.data.rows.splits import Rows
 from megajax.inference.request import Output, TokenScore
@@ -95,18 +95,18 @@ def test_prompts_of_files_are_read_in_another_order_in_each_epoch(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("{", r"line 1: is not valid JSON"),
-        ("[1]", r'line 1: expected an object with "prompt"'),
-        ('{"prompt": ""}', r'line 1: expected an object with "prompt"'),
-        ('{"prompt": ["a"]}', r'line 1: expected an object with "prompt"'),
-        (json.dumps({"prompt": "a" * 21}), r"line 1: the prompt has 21 tokens, data.prompt_tokens is 20: raise it"),
-        ("", r"has no prompts"),
+        "{",
+        "[1]",
+        '{"prompt": ""}',
+        '{"prompt": ["a"]}',
+        json.dumps({"prompt": "a" * 21}),
+        "",
     ],
 )
-def test_bad_lines(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_bad_lines(tmp_path: Path, line: str) -> None:
+    with user_error():
         source(tmp_path, line)
 
 

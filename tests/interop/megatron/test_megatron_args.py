@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from user_errors import user_error
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
@@ -146,32 +147,32 @@ def test_expanded_commands_are_read(tmp_path: Path) -> None:
     assert (training.script, training.devices) == ("src/pretrain_gpt.py", 16)
     assert training.words == ("--a", "b c", "--d", 'e"f', "--g", "$h#", "--i", "$j ([0]*3+[1]*58)")
     assert commands[-1] == ("python", "tools/preprocess_data.py", "--input", "x")
-    with pytest.raises(UserError, match=r"(?s)choose one .*\n  1: a.py 1\n  2: a.py 2$"):
+    with user_error("file"):
         find_training(read_commands("python a.py --b 1 --c\npython a.py --b 2 --c", ""), "file")
     assert find_training(read_commands("python a.py --b 1; python a.py --b 2", ""), "", 2).words == ("--b", "2")
     trace = "+ [[ abc =~ ^(x|y)$ ]]\r\n" + "".join(
         f"+ torchrun --rank {rank} a.py $'b\\n\\'' \\\r\n c\r\n" for rank in (0, 1)
     )
     assert find_training(read_commands(trace, ""), "").words == ("b\n'", "c")
-    with pytest.raises(UserError, match=r"--c belongs to no command: the line before it has a comment"):
+    with user_error():
         find_training(read_commands("python pretrain_gpt.py --a \\\n # --b \\\n --c", ""), "")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("\npython a.py $A", r"f, line 2: \$A is for a shell\. Give the expanded command, or .* --run-script SCRIPT"),
-        ('A=1\n\npython a.py "--b ${A}"', r"f, line 3: \$\{ is for a shell"),
-        ("python a.py `date`", "line 1: ` is for a shell"),
-        ("if true; then python a.py; fi", "line 1: if is for a shell"),
-        ("for i in 1 2; do python a.py --i; done", "line 1: for is for a shell"),
-        ("bash <<EOF\npython a.py\nEOF", "line 1: << is for a shell"),
-        ("python a.py 'b", "line 1: No closing quotation"),
-        ("python a.py \\ \n --b", r"line 1: blanks after \\ end the command"),
+        "\npython a.py $A",
+        'A=1\n\npython a.py "--b ${A}"',
+        "python a.py `date`",
+        "if true; then python a.py; fi",
+        "for i in 1 2; do python a.py --i; done",
+        "bash <<EOF\npython a.py\nEOF",
+        "python a.py 'b",
+        "python a.py \\ \n --b",
     ],
 )
-def test_a_text_that_needs_a_shell_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_a_text_that_needs_a_shell_is_refused(text: str) -> None:
+    with user_error():
         read_commands(text, "f")
 
 
@@ -195,7 +196,7 @@ def test_inputs_of_the_tool() -> None:
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     output = tmp_path / "small.py"
     output.write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match="--force"):
+    with user_error():
         main([f"--output={output}", "--", *SMALL.split()])
     assert output.read_text(encoding="utf-8") == "mine"
     main([f"--output={output}", "--force", "--", *SMALL.split()])
@@ -204,7 +205,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_an_unwritable_output_is_an_error(tmp_path: Path) -> None:
     for place in (tmp_path / "none" / "made.py", tmp_path):
-        with pytest.raises(UserError, match="cannot be written: "):
+        with user_error("--output"):
             main([f"--output={place}", "--force", "--", *SMALL.split()])
 
 
@@ -341,5 +342,5 @@ def test_a_toy_keeps_each_kind_of_layer() -> None:
 
 
 def test_scripts_whose_data_is_text_have_no_toy() -> None:
-    with pytest.raises(UserError, match=r"pretrain_bert.py has no twin: its data is text. configs/bert.py"):
+    with user_error():
         main(["--toy", "--", "pretrain_bert.py", *SMALL.split()])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hugging_face_folders import read_all
 from megatron_folders import LLAMA, MODELS, T5, Shares, write_ranks, write_sharded
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.interop.megatron.checkpoints.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
@@ -115,7 +116,7 @@ def test_shards_with_a_common_file(tmp_path: Path) -> None:
     assert opened.updates == 7
     demand_equal(opened, weights)
     (folder / "iter_0000007" / "common.pt").unlink()
-    with pytest.raises(UserError, match=r"has neither common\.pt nor common_state/shard_0_1 in its \.metadata"):
+    with user_error():
         open_model(tmp_path)
 
 
@@ -173,30 +174,30 @@ def test_the_iteration(tmp_path: Path) -> None:
     assert iteration_folder(tmp_path).name == "iter_0000012"
     assert MegatronCheckpoint(tmp_path / "iter_0000007").iteration() == 7
     (tmp_path / "iter_0000012").rename(tmp_path / "release")
-    with pytest.raises(UserError, match="no checkpoint 'iter_0000012'; there are iter_0000007, release"):
+    with user_error():
         iteration_folder(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     assert iteration_folder(tmp_path).name == "release"
-    with pytest.raises(UserError, match="is not a checkpoint of Megatron-LM"):
+    with user_error():
         iteration_folder(tmp_path / "release" / "mp_rank_00")
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name",
     [
-        (b"../../x/y.pt", "was refused: it says that .* outside of its folder"),
-        (b"/etc/a.distc", "was refused: it says that .* outside of its folder"),
-        (b"__7_0.distcp", "is in __7_0.distcp, which is missing"),
+        b"../../x/y.pt",
+        b"/etc/a.distc",
+        b"__7_0.distcp",
     ],
 )
-def test_a_path_in_the_metadata_of_shards_is_refused(name: bytes, message: str, tmp_path: Path) -> None:
+def test_a_path_in_the_metadata_of_shards_is_refused(name: bytes, tmp_path: Path) -> None:
     """It may be the path of all chunks, or of the common object alone."""
     folder = write_sharded(tmp_path / "all", random_tensors("llama"), LLAMA, Shares())
     metadata = folder / "iter_0000007" / ".metadata"
     metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", name))
     one = write_sharded(tmp_path / "one", random_tensors("llama"), LLAMA, Shares(), common=name.decode())
     for damaged in (folder, one):
-        with pytest.raises(UserError, match=message):
+        with user_error():
             MegatronCheckpoint(damaged)
 
 
@@ -206,7 +207,7 @@ def test_truncated_shards_are_refused(common: str, tmp_path: Path) -> None:
     write_sharded(tmp_path, random_tensors("llama"), LLAMA, Shares(tensor=2), common=common)
     path = tmp_path / "iter_0000007" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"__0_0\.distcp \(.*\) was cut off"):
+    with user_error():
         read_all(open_model(tmp_path).foreign.weights)
 
 
@@ -215,10 +216,10 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     write_ranks(tmp_path, weights, LLAMA, Shares(tensor=2, pipeline=2))
     folder = tmp_path / "iter_0000007"
     (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-    with pytest.raises(UserError, match=r"incomplete: .*mp_rank_01_001/model_optim_rng.pt is missing"):
+    with user_error():
         MegatronCheckpoint(tmp_path)
     (folder / "mp_rank_01_001").rmdir()
-    with pytest.raises(UserError, match="no file of tensor rank 1 of stage 1"):
+    with user_error():
         MegatronCheckpoint(tmp_path)
 
 
@@ -234,7 +235,7 @@ def test_a_model_that_does_not_fit_the_arguments(tmp_path: Path) -> None:
 def test_unsupported_features_are_listed_together(tmp_path: Path) -> None:
     lacking = {"qk_clip": True, "position_embedding_type": "mrope"}
     write_ranks(tmp_path, random_tensors("llama"), {**LLAMA, **lacking}, Shares())
-    with pytest.raises(UserError, match=r"features that MegaJAX lacks:\n.*position-embedding-type"):
+    with user_error():
         open_model(tmp_path)
 
 
@@ -243,5 +244,5 @@ def test_the_vocabulary(tmp_path: Path) -> None:
     write_ranks(tmp_path, random_tensors("llama"), without, Shares())
     assert open_model(tmp_path).foreign.model.vocabulary_size == 32
     assert open_model(tmp_path, vocabulary=30).foreign.weights.shapes["tokens"][0] >= 30
-    with pytest.raises(UserError, match="32 rows of embeddings, fewer than 33 tokens"):
+    with user_error():
         open_model(tmp_path, vocabulary=33)

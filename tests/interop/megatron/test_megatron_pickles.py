@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from user_errors import user_error
 
 from megajax.config.errors import UserError
 from megajax.config.read_limits import Limits, OverBudget
@@ -98,7 +99,7 @@ ODD = {
 
 @pytest.mark.parametrize("kind", ODD)
 def test_an_unusual_pickle_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=r"its pickle (was refused|is damaged)"):
+    with user_error("a.pt"):
         read_pickle(ODD[kind], "a.pt")
 
 
@@ -208,7 +209,7 @@ def test_a_directory_that_points_outside_is_refused(tmp_path: Path) -> None:
     place = data.rindex(b"archive/data/0") - 4
     data[place : place + 4] = (8).to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(UserError, match="not where its directory says"):
+    with user_error():
         archive = TorchArchive(memory_map(path), str(path))
         archive.view(archive.content["a"])
 
@@ -224,7 +225,7 @@ def test_a_tensor_outside_of_its_storage_is_refused(offset: int, shape: tuple[in
     )
     numbers = b"".join(pickle.dumps(number, 2)[2:-1] for number in (offset, shape, strides))
     data = b"\x80\x02" + global_("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + numbers + b"tR."
-    with pytest.raises(UserError, match="with odd arguments"):
+    with user_error("a.pt"):
         read_pickle(data, "a.pt")
 
 
@@ -274,7 +275,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_pickle_without_an_end_or_of_endless_size_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=r"a\.pt: (refused|its pickle)") as caught:
+    with user_error("a.pt") as caught:
         read_pickle(b"\x80\x02" + BOMBS[kind] + b".", "a.pt", SMALL)
     assert len(str(caught.value)) < 400
 
@@ -294,7 +295,7 @@ def test_an_archive_with_a_long_directory_or_byte_order_is_refused(
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a/data.pkl", pickle.dumps({}, 2))
         file.writestr("a/byteorder", b"little" * 100)
-    with pytest.raises(UserError, match="its byte order has 600 bytes"):
+    with user_error():
         TorchArchive(memory_map(path), str(path))
     monkeypatch.setattr(archive, "DIRECTORY", Limits(bytes=100))
     with pytest.raises(OverBudget, match=r"a\.pt: refused: .* bytes, at most 100"):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from user_errors import user_error
 
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -167,5 +168,5 @@ def test_measured_constants_replace_known_ones(tmp_path: Path) -> None:
     constants = '{"constants": {"name": "h100", "matmul": 0.5}, "readings": {}}'
     file = described(tmp_path, f'{{"date": "x", "figures": {constants}}}')
     assert read_device(file, GPUS["h100"]) == replace(GPUS["h100"], matmul=0.5)
-    with pytest.raises(UserError, match=r"measured on h100, the plan is for h200"):
+    with user_error():
         read_device(file, GPUS["h200"])

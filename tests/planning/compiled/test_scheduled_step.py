@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_runs import build_program, llama, losses_of_steps
+from user_errors import user_error
 
 from megajax.batch import SAMPLE
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.planning.compiled.devices import GPUS, gpu_of
@@ -52,7 +52,7 @@ def test_processes_with_different_schedules_say_so() -> None:
     run: Any = SimpleNamespace(state=None, program=program)
     steps = ExchangingSteps(run, lambda: False)
     steps._peers = SimpleNamespace(equal=lambda own: own == repr(["another"]))
-    with pytest.raises(UserError, match=r"different schedules.*\nSet xla\.schedule=default"):
+    with user_error():
         steps.dispatch(StepInput(1, {SAMPLE: np.zeros((1, 1))}, 0), StepControl())
 
 
