@@ -50,7 +50,7 @@ def without_places(text: str) -> str:
     text = re.sub(r"/[^\s'\"(]*?pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/[\w.-]+?\d+(?![\w-]|\.\w)", "TMP", text)
     for pattern, name in (
         (rf"(?<=\b(?:by|on) ){re.escape(socket.gethostname())}\b", "HOST"),
-        (r"\b[0-9a-f]{12,}\b|\b[0-9a-f]{8}(?=\.converting)", "HASH"),
+        (r"\b(?=\d*[a-f])[0-9a-f]{16,}\b|(?<=\.)[0-9a-f]{12}(?=/)|\b[0-9a-f]{8}(?=\.converting)", "HASH"),
         (r"(?<=\bpid )\d+", "PID"),
         (r"(?<=127\.0\.0\.1:)\d+|(?<=--port=)\d{5}", "PORT"),
         (r"[\d,.]+(?= GiB (are )?free)", "SOME"),

@@ -1,6 +1,7 @@
 """Random walks over allowed tokens give documents that parse and are valid, by the package jsonschema."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -291,7 +292,10 @@ def test_a_trial_has_less_stack_than_threads() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if hard != resource.RLIM_INFINITY:
         pytest.skip("the system limits stacks")
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True)
+    here = Path(__file__).parent
+    places = {"PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=here, env=os.environ | places, capture_output=True, text=True)
     assert (done.returncode, done.stdout[:35]) == (0, "JSON schema: is nested too deeply, "), done.stderr
 
 

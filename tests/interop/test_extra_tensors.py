@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from user_errors import user_error
 
+from megajax.config.errors import UserError
 from megajax.interop import conversion
 from megajax.interop.huggingface.families.llava import TOWER
 from megajax.interop.huggingface.folder import model_of, read_model
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, draw = tmp_path_factory.mktemp("theirs"), np.random.default_rng(0)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "vision_feature_layer": -1}))
     save_file({}, folder / "model.safetensors")
-    with user_error():
+    with pytest.raises(UserError, match="missing"):
         conversion.open_source(f"hf:{folder}")
     foreign = read_model(folder)
     table = resolved(foreign.rows, declared_by(foreign.model))

@@ -13,6 +13,7 @@ from peer_threads import together
 from run_folder import events, lines, timeless_steps
 from user_errors import user_error
 
+from megajax.config.errors import UserError
 from megajax.tuning.config import DigitSumsConfig
 from megajax.tuning.judging import Judge
 from megajax.tuning.prompts import PromptLine
@@ -129,7 +130,7 @@ def test_processes_share_rewards_and_failures(tmp_path: Path) -> None:
         return [SampledAnswer((1,), (ord(text),), (-1.0,), text, cut=False) for text in texts]
 
     def judged(peers: Any) -> Any:
-        with user_error():
+        with pytest.raises(UserError, match=r"^process [01]: data.rewards: .*/broken.py:reward: cannot be loaded"):
             Judge(DigitSumsConfig(rewards=(f"{tmp_path}/broken.py:reward",), **settings), tmp_path, peers)
         judge = Judge(cfg, tmp_path, peers)
         groups = [answers("1", "x", "3"), answers("4", "4", "4")]
