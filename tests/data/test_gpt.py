@@ -47,7 +47,7 @@ def test_a_plain_row(tmp_path: Path) -> None:
     assert not any(values.flags.writeable for values in row.values())
 
 
-@pytest.mark.parametrize("flags", itertools.product((False, True), repeat=3))
+@pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=3)))
 def test_each_of_the_reset_and_mask_settings_has_its_own_effect(flags: tuple[bool, ...], tmp_path: Path) -> None:
     names = ("reset_positions", "reset_attention_mask", "eod_mask_loss")
     row = one_row(tmp_path, [[1, 2, EOD, 4, EOD, EOD, 7, 8]], 7, **dict(zip(names, flags, strict=True)))

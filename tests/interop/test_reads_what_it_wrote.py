@@ -36,7 +36,7 @@ from megajax.layers.quantization.config import QuantizationConfig
 from megajax.models.protocol import ids_below
 from megajax.tokenizers.config import NullTokenizerConfig
 
-PRESETS = {"bert:bert_base_debug", "squad:debug", "t5:debug"}
+PRESETS = ("bert:bert_base_debug", "squad:debug", "t5:debug")
 TOWERS = ("vit, tower", "clip", "clip, both", "siglip")
 MODELS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: read(name, **{**TINY, **CASES[name][0]}) for name in CASES},
