@@ -96,6 +96,7 @@ def synthetic_batch(program: Program) -> Batch:
         "positions": np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape),
         "segment_ids": np.zeros(shape, np.int32),
         "sample": np.arange(prod(shape[:2]), dtype=np.uint32).reshape(shape[:2]),
+        "padding": np.zeros(shape, bool),
     }
     return jax.tree.map(
         lambda leaf, value: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: value[part]),

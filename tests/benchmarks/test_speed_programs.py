@@ -187,7 +187,7 @@ def test_different_and_non_finite_gradients_are_reported(
 def test_all_ways_of_dispatch_have_equal_gradients(
     process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for user in ("benchmarks.training.expert_gradients", "megajax.training.resolved"):
+    for user in ("benchmarks.training.expert_gradients", "megajax.planning.resolve"):
         monkeypatch.setattr(f"{user}.find_devices", lambda: find_devices()[:2])
     monkeypatch.setattr(expert_gradients, "TOLERANCES", {"float32": 1e-5})
     file = tmp_path / "ways.json"
@@ -205,7 +205,7 @@ SIZES = ("--model.stack.repeats=1", "--model.hidden=32", "--model.sequence_lengt
 def test_every_schedule_runs_and_has_the_same_losses(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megajax.training.resolved.find_devices", lambda: find_devices()[:2])
+    monkeypatch.setattr("megajax.planning.resolve.find_devices", lambda: find_devices()[:2])
     out = tmp_path / "schedules.json"
     main(["schedules", "--config=llama3.py:debug", *SIZES, "--steps=1", f"--json={out}"])
     figures = json.loads(out.read_text())["figures"]
