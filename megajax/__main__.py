@@ -57,7 +57,7 @@ def verbs() -> Mapping[str, str]:
     for folder in FOLDERS:
         for path in sorted((HOME / folder).glob("*.py")):
             text = path.read_text(encoding="utf-8")
-            if path.stem.startswith("_") or PROGRAM not in text:
+            if path.stem.startswith("_") or PROGRAM not in text or "front_door" not in text:
                 continue
             line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
             summaries[".".join((*folder.split("/"), path.stem)).lstrip(".")] = re.split(r"[:.;](?:\s|$)", line)[0]

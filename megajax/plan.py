@@ -23,8 +23,8 @@ tick, what share of the time stages wait (the bubble), and how many activations 
 
 PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into this file (extra plot)")
 FLAGS = (
-    Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
-    Flag("gpus-per-node", Count | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
+    Flag("devices", str | None, help="as GPU:N, of a100-40gb, a100-80gb, h20, h100, h200, b200, b300, gb200, gb300"),
+    Flag("gpus-per-node", Count | None, help="GPUs that NVLink connects; 8, of gb200 and gb300 72, unless given"),
     Flag("audit", help="of a compiled plan: bytes through memory, by class of kernel"),
     Flag("formula", help="compile nothing: memory, traffic and speed by formulas"),
     Flag("search", help="find the fastest layout; settings given on the command line stay"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import field_types
+from megajax.config.class_references import public_class
 from megajax.config.dump import plain, scalar_text
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.hints import did_you_mean, either
@@ -169,6 +170,9 @@ class _Walk:
         for cls in classes:
             if node.name and short_type(part) == short_type(cls.__name__):
                 return self.find(node, rest, cls)
+        above = public_class(part) if part[0:1].isupper() and field_types.protocols(node.annotation) else None
+        if above is not None and not field_types.misfit(above, node.annotation):
+            return self.find(node, rest, above)
         return None if (entry := node.entry(0)) is None else self.find(entry, parts)
 
     def topic(self, node: Node, named: type | None) -> Iterator[str]:

@@ -393,6 +393,9 @@ class _Builder:
         class_names = [cls.__name__ for cls in members]
         completions = [cls for cls in class_names if cls.lower().startswith(name.lower())]
         hint = f"did you mean {either(completions)}?" if completions and name else did_you_mean(name, class_names)
+        if not hint and "." in name:  # a file, which some of the classes read
+            readers = [cls for cls in members if any(field.name == "path" for field in field_types.fields(cls))]
+            hint = "\n".join(f"write --{where}.type={cls.__name__} --{where}.path={name}" for cls in readers)
         return self.fault(join(where, "type"), f"expected {field_types.choices(annotation)}, got {str(name)!r}", hint)
 
     def _fill(self, cls: type, raw: Mapping, where: str, base: object, annotation: object) -> Any:

@@ -176,7 +176,7 @@ class BatchConfig(Builds):
         if not problems and self.global_size % self.micro_size and not self.decrease:
             legal = ", ".join(str(n) for n in nearest_divisors(self.global_size, self.micro_size))
             message = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
-            problems.append(Problem("micro_size", message, f"nearest divisors: {legal}"))
+            problems.append(Problem("micro_size", message, f"nearest divisors: {legal}; or set global_size too"))
         return problems
 
     def replica_problems(self, replicas: int) -> list[Problem]:

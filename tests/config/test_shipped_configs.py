@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+from user_errors import user_error
 
+from megajax.command_line.help import settings_help
 from megajax.command_line.parser import parse
 from megajax.config import ConfigError, UserError, load
 from megajax.config.config_files import SHIPPED, advised, find, functions_of, twin_of
+from megajax.training.run_config import RunConfig
 
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (
@@ -102,3 +105,14 @@ def test_twins_of_pipelines_have_their_axes(name):
     large, twin = ({axis: getattr(layout, axis) > 1 for axis in SHARDING} for layout in layouts)
     assert large == twin and layouts[0].sequence == layouts[1].sequence
     assert layouts[0].schedule == layouts[1].schedule and layouts[0].data_sharding == layouts[1].data_sharding
+
+
+def test_help_knows_classes_of_packages_above_the_field():
+    assert "Answers of the model itself" in settings_help(RunConfig, None, "data.RolloutsConfig")
+    with user_error("--help=data.AdamWConfig"):
+        settings_help(RunConfig, None, "data.AdamWConfig")
+
+
+def test_a_file_in_place_of_a_tokenizer():
+    with user_error("tokenizer.type"):
+        load("quickstart.py", "tokenizer=data/tokenizer.json")

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from user_errors import user_error
 
+from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data import progress_line
 from megajax.data.preprocessing.options import parse
@@ -32,6 +33,7 @@ from megajax.data.preprocessing.text_files import (
     open_text,
 )
 from megajax.data.preprocessing.text_formats import PlainText
+from megajax.data.text.config import BlendConfig
 from megajax.preprocess import main
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts
@@ -328,7 +330,10 @@ def test_command_line(tmp_path, capsys, own_signals):
     assert texts(tmp_path / "x_text_document") == ["= 1\n\nb\n", "= 2\n"]
     assert "2 documents from 1 file(s), 13 tokens, 1.1818 tokens per byte" in out
     assert f"{tmp_path}/x_text_document.bin  26 bytes" in out
-    assert f"--data.paths={tmp_path}/x_text_document" in out
+    settings = f"--data.type=Blend --data.paths={tmp_path}/x_text_document --tokenizer.type=ByteTokenizer"
+    assert out.splitlines()[-1] == f"to train on it: {settings} --model.vocabulary_size=257"
+    run = load("quickstart.py", *(word.removeprefix("--") for word in out.splitlines()[-1].split()[4:]))
+    assert run.data == BlendConfig(paths=(f"{tmp_path}/x_text_document",))
 
 
 def test_any_tokenizer_by_its_settings(tmp_path, own_signals):

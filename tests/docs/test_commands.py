@@ -67,6 +67,7 @@ LEFT_OUT = {
     "-m benchmarks program_audit": "tests/planning/test_program_audit_deviceless.py does the same",
     "--chat": "waits for a person; tests/inference has conversations",
     "megajax.serve": "runs until a signal stops it; tests/server runs it",
+    "hf download": "needs the network",
     "curl ": "needs a server; tests/server asks one",
     "-m benchmarks record": "trains for minutes; tests/benchmarks/test_quickstart_record.py has a short run",
     "-m benchmarks serving_load": "needs a server; tests/server starts one",

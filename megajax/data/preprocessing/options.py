@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -115,10 +116,10 @@ def tokenizer_options(config: Any) -> list[str]:
     return []
 
 
-def _changes(config: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """Options for the values that differ from the defaults."""
+def _changes(config: Any, values: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Options for the values, None: of all fields, that differ from the defaults."""
     usual = {field.name: default(field) for field in fields(config)}
-    for name, value in values.items():
+    for name, value in ({name: getattr(config, name) for name in usual} if values is None else values).items():
         if value != usual[name]:
             text = ",".join(value) if isinstance(value, tuple) else value
             text = str(text).lower() if isinstance(value, bool) else text
@@ -175,10 +176,17 @@ class Preprocessing(Builds):
         """Prefix of the token files of a key."""
         return f"{self.prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
 
-    def settings(self) -> str:
-        """The settings of a run that trains on the output."""
+    def settings(self, vocabulary: int) -> str:
+        """The settings of a run that trains on the output, and on the vocabulary of its tokenizer."""
+        name, tokenizer = type(self.tokenizer).__name__.removesuffix("Config"), "--tokenizer."
+        changed = [word.replace("--eod-token", f"{tokenizer}eod") for word in _changes(self.tokenizer)]
+        words = [f"{tokenizer}type={name}", *changed, f"--model.vocabulary_size={vocabulary}"]
+        return " ".join([self._data_settings(), *map(shlex.quote, words)])
+
+    def _data_settings(self) -> str:
         if not self.pairs:
-            return f"--data.paths={','.join(map(self.output, self.keys))}"
+            kind = "" if self.split_sentences else "--data.type=Blend "
+            return f"{kind}--data.paths={','.join(map(self.output, self.keys))}"
         keys = "" if self.keys == PAIR_KEYS else f" --data.keys={','.join(self.keys)}"
         return f"--data.type=PairsConfig --data.paths={self.prefix}{keys}"
 

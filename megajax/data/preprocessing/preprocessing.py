@@ -164,7 +164,7 @@ def preprocess(
         prefixes=final,
         counts=counts,
         fault=fault,
-        settings=job.settings(),
+        settings=job.settings(tokenizer.vocabulary_size),
         seconds=seconds,
         files=len(files),
         workers=workers,

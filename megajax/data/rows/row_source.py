@@ -126,7 +126,8 @@ def check_vocabulary(tokens: np.ndarray, size: int, file: object, locate: Callab
         first = int(np.argmax((tokens >= size) | (tokens < 0)))
         raise UserError(
             f"{file}: token {int(tokens[first])} in {locate(first)} lies outside the vocabulary of {size}. The file "
-            "was written with another tokenizer: use that one, or preprocess again."
+            "was written with another tokenizer: set tokenizer.type, its path and model.vocabulary_size to that one's, "
+            "or preprocess again."
         )
 
 

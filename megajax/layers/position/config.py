@@ -142,7 +142,8 @@ class RopeConfig(Builds):
         if self.rotated(size) % 2 or self.rotated(size) < 2:
             share = "" if self.fraction == 1 else f", {self.fraction:g} of {size}"
             message = f"rotary positions need an even head size, got {self.rotated(size)}{share}"
-            return [Problem("rope", message, "set rope.fraction so that fraction x head size is even")]
+            hint = "choose hidden / heads even, or set rope.fraction so that fraction x head size is even"
+            return [Problem("rope", message, hint)]
         if isinstance(self.scaling, LongRopeScalingConfig) and len(self.scaling.short) != self.rotated(size) // 2:
             message = f"has {len(self.scaling.short)} divisors for {self.rotated(size) // 2} frequencies of a head"
             return [Problem("rope.scaling.short", message)]
