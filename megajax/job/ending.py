@@ -194,7 +194,7 @@ class Ending:
         positions, unit = rows * self.run.cfg.model.row_positions(), self.run.program.summary.unit
         work = [
             ("steps", f"{step:,}" + (f" ({step - first:,} in this attempt)" if first else "")),
-            (unit, count(positions)),
+            (unit + " of this attempt" * bool(first), count(positions)),
             ("wall time", duration(seconds)),
             (f"{unit}/s, all included", count(positions / seconds)),
         ]

@@ -186,12 +186,14 @@ class BatchConfig(Builds):
             return self._ramp_problems(unit)
         below = self.global_size // unit * unit
         legal = [str(n) for n in (below, below + unit) if n > 0]
+        smaller = [n for n in range(1, self.micro_size) if self.global_size % (n * replicas) == 0]
+        hint = f"set micro_size={max(smaller)}, or " if smaller else ""
         return [
             Problem(
                 "global_size",
                 f"{self.global_size} rows are not divisible by micro_size={self.micro_size} x "
                 f"{replicas} data-parallel devices = {unit}",
-                f"nearest legal values: {', '.join(legal)}",
+                f"{hint}nearest legal values: {', '.join(legal)}",
             )
         ]
 

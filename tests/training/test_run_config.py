@@ -158,10 +158,10 @@ def test_sequence_parallelism_must_divide_the_sequence():
 
 
 @pytest.mark.parametrize(
-    ("size", "micro", "data", "nearest"),
-    [(10, 4, 1, "8, 12"), (8, 3, 2, "6, 12"), (3, 4, 2, "8"), (9, 1, None, "8, 16")],
+    ("size", "micro", "data", "smaller", "nearest"),
+    [(10, 4, 1, 2, "8, 12"), (8, 3, 2, 2, "6, 12"), (3, 4, 2, None, "8"), (9, 1, None, None, "8, 16")],
 )
-def test_an_indivisible_batch_names_the_nearest_divisible_ones(size, micro, data, nearest):
+def test_an_indivisible_batch_names_the_nearest_divisible_ones(size, micro, data, smaller, nearest):
     cfg = run_config(
         batch=BatchConfig(global_size=size, micro_size=micro),
         parallel=ParallelConfig(data=data),
@@ -172,6 +172,7 @@ def test_an_indivisible_batch_names_the_nearest_divisible_ones(size, micro, data
         f"{size} rows are not divisible by micro_size={micro} x {data or 8} data-parallel devices"
     )
     assert message.endswith(f"nearest legal values: {nearest}")
+    assert (f"set micro_size={smaller}, or" in message) == (smaller is not None)
 
 
 def test_checks_that_need_the_number_of_devices_wait_for_it():
