@@ -84,7 +84,10 @@ STATES: dict[str, dict[str, Any]] = {
     "experts": {"model": replace(with_block(LARGE, mlp=ROUTED), recompute="selective")},
     "adafactor": optax_run("optax:adafactor", settings={"min_dim_size_to_factor": 4}, weight_decay=0.1),
     "muon": optax_run(f"{OPTAX}:muon", offload=0.5),
-    "a user's optimizer": optax_run(f"{OPTAX}:normed_momentum", trainable=("*.mixer.*", "*gain", "head")),
+    "a user's optimizer": {
+        **optax_run(f"{OPTAX}:normed_momentum", trainable=("*.mixer.*", "*gain", "head")),
+        "model": replace(model(repeats=3), recompute="full"),
+    },
     "frozen weights": {"optimizer": AdamWConfig(trainable=("*.mixer.query", "norm.gain"))},
     "observed magnitudes": rounded(DELAYED),
     "stochastic rounding": rounded(Nvfp4Config(first_layers=0, last_layers=0)),

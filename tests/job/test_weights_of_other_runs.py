@@ -60,7 +60,7 @@ def job(folder: Path, model: ViTConfig | None = None, **changes: Any) -> RunConf
 @pytest.mark.slow
 def test_the_iou_of_a_segmentation_is_logged(tmp_path: Path) -> None:
     model = replace(vit(), head=SegmenterConfig(classes=10))
-    cfg = job(tmp_path, model, data=MockMasksConfig(), evaluation=EvaluationConfig(batches=1))
+    cfg = job(tmp_path, model, data=MockMasksConfig(), evaluation=EvaluationConfig(batches=1, at_end=True))
     assert train(cfg) == 0
     assert [line.get("split") for line in lines(tmp_path)] == [None, "validation", "test"]
     assert all(0 <= line[name] <= 1 for line in lines(tmp_path) for name in ("iou", "accuracy"))
