@@ -25,6 +25,7 @@ from megajax.layers.stack.config import StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.decoder.config import DecoderConfig
+from megajax.models.reduction import quotient
 from megajax.optim.config import ScheduleConfig
 from megajax.optim.optimizer import global_norm
 from megajax.precision.config import PrecisionConfig
@@ -356,7 +357,7 @@ def differentiate(
     gradients, padding = in_order(program, grads.grads)
     observed, unused = in_order(program, grads.observed)
     weight = float(grads.weight_sum)
-    means = {name: float(np.divide(*sums)) for name, sums in grads.metrics.items()}
+    means = {name: float(quotient(*sums, np)) for name, sums in grads.metrics.items()}
     return Differentiated(
         means=means | {"minimised": float(grads.loss_sum) / weight},
         norm=float(norm),
