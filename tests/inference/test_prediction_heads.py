@@ -19,7 +19,7 @@ from megajax.inference.assembly import FreeMemory, cache_size, make_engine
 from megajax.inference.config import InferenceConfig
 from megajax.inference.device import ModelDevice, ModelWeights
 from megajax.inference.engine import Engine, Statistics
-from megajax.inference.loaded_model import CacheSize, LoadedModel
+from megajax.inference.loaded_model import CacheSize, LoadedModel, layers_apart
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.speculation.prediction_heads import FromStep, PredictionHeads
 from megajax.layers.context import Context
@@ -183,3 +183,42 @@ def test_an_engine_whose_heads_draft() -> None:
     with user_error("inference.drafts"):
         make_engine(loaded(replace(PREDICTING, prediction=state), {}), config, TEXT, **settings)
     assert [problem.setting for problem in InferenceConfig(drafts="mtp").problems()] == ["drafts"]
+
+
+def right(cfg: DecoderConfig) -> LoadedModel:
+    """A model whose next token depends on the last one alone, and whose heads know that: blocks add nothing, and a head
+    passes the embedding of its token on."""
+    model = loaded(cfg, {})
+    weights = dict(model.weights)
+    for path, w in weights.items():
+        if path.endswith(("mixer.output", "mlp.down")):
+            weights[path] = jnp.zeros_like(w)
+        if path.startswith("predictions"):
+            name = path.split(".", 2)[2]
+            fixed = {"from_embedding": jnp.eye(cfg.hidden), "embedding_norm.gain": jnp.ones(cfg.hidden)}
+            fixed |= {"from_state": jnp.zeros_like(w), "norm.gain": weights["norm.gain"]}
+            weights[path] = jax.device_put(fixed.get(name, weights[path]), w.sharding)
+    return replace(model, weights=weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+def test_all_drafts_of_heads_that_are_right_are_accepted(depth: int) -> None:
+    """Greedy and sampled, preempted, and with shared blocks; also by the last head again, with its spare blocks."""
+    cfg = replace(PREDICTING, prediction=PredictionConfig(depth=depth))
+    model = right(cfg)
+    before, plain = answers(device_of(model, drafts=0), PLAIN * 3)
+    clients, counts = answers(device_of(layers_apart(model)), PLAIN * 3)
+    demand_equal(before, clients, atol=1e-4)
+    assert counts.preemptions_total > 0 and counts.shared_tokens_total > 0
+    assert 0 < counts.accepted_tokens_total == counts.drafted_tokens_total
+    assert counts.steps_total < 0.4 * plain.steps_total
+
+
+def test_the_program_copies_neither_its_cache_nor_weights() -> None:
+    """This holds in the loop over the tokens of a draft too."""
+    device = device_of(layers_apart(loaded(replace(PREDICTING, hidden=512), {})), blocks=2000)
+    heads: Any = device.programs.heads
+    analysis: Any = heads.lowered(device.programs.buckets[0]).compile().memory_analysis()
+    matrices = [w.nbytes for w in jax.tree.leaves(device.programs.weights)]
+    assert analysis.temp_size_in_bytes < min(max(matrices), max(x.nbytes for x in heads.cache.values()))
