@@ -151,7 +151,7 @@ class RayPool:
         self._closed = True
         for number in range(self.workers):
             self._calls.put((-1 - number, None))
-        for worker in self._processes:
+        for worker in tuple(self._processes):
             self._ray.kill(worker)
         for thread in self._threads:
             thread.join(LAST_SECONDS)
@@ -166,6 +166,9 @@ class RayPool:
                 self._await(worker, number)
                 while not self._closed:
                     self._answer(worker, *self._calls.get())
+            if not self._closed:
+                self._processes.remove(worker)
+                self._ray.kill(worker)  # one that is only out of reach would keep the room of the next one
 
     def _await(self, worker: Any, number: int) -> None:
         """Wait until a process runs, with a message at times if none does."""

@@ -150,7 +150,7 @@ class FakeRay:
         RayTaskError = type("RayTaskError", (RayError,), {})
 
     def __init__(self, losses: int):
-        self.losses, self.killed = losses, 0
+        self.losses, self.killed, self.alive = losses, 0, 0
 
     def nodes(self):
         return [{"Alive": True}] * 3
@@ -162,11 +162,18 @@ class FakeRay:
         return lambda kind: SimpleNamespace(remote=lambda: self._actor(kind()))
 
     def _actor(self, worker):
+        self.alive += 1
         methods = {name: SimpleNamespace(remote=partial(partial, getattr(worker, name))) for name in ("ready", "call")}
         return SimpleNamespace(**methods)
 
+    def available_resources(self):
+        return {"CPU": 3.0 - min(self.alive, 3)}
+
     def wait(self, references, timeout):
-        return references, []
+        """A process begins once those that hold its room were killed: a lost one holds it still."""
+        if wait_until(lambda: self.alive <= 3, 2):
+            return references, []
+        return [], references
 
     def get(self, reference):
         if reference.args and reference.args[-1] == (7,) and self.losses:
@@ -181,6 +188,7 @@ class FakeRay:
 
     def kill(self, worker):
         self.killed += 1
+        self.alive -= 1
 
     def shutdown(self):
         pass
@@ -204,6 +212,14 @@ def test_parts_of_lost_machines_run_again_and_results_are_in_order(monkeypatch, 
         pool.submit(refuse).result()
     error = pickle.loads(pickle.dumps(ConfigError([Problem("steps", "refused")], "command line")))
     assert str(error) == "1 problem in command line:\n  steps: refused"
+
+
+def test_processes_that_were_all_lost_leave_their_room_to_others(monkeypatch):
+    ray = FakeRay(losses=3)
+    monkeypatch.setattr(ray_pool, "connect_ray", lambda address: ray)
+    with RayPool("auto", 3) as pool:
+        assert pool.submit(operator.neg, 7).result(timeout=60) == -7
+    assert ray.alive == 0
 
 
 def refuse():
