@@ -46,7 +46,17 @@ class MultipliedWeight(Protocol):
 def exact(equation: str, x: Array, w: Array, **carried: object) -> Array:
     """einsum in x's dtype; ignores auxiliary arrays. The gradient of w is computed in w's dtype."""
     del carried
-    return _product(in_order(equation), x, w)
+    return _product(in_order(equation), False, x, w)
+
+
+def exact_on_cpus(equation: str, x: Array, w: Array, **carried: object) -> Array:
+    """`exact`, with a barrier before the gradient of w.
+
+    XLA for CPUs fuses what computes an operand, such as the derivative of an activation, into that product, which then
+    computes it again for every tile. On GPUs a barrier delays collectives.
+    """
+    del carried
+    return _product(in_order(equation), True, x, w)
 
 
 def in_order(equation: str) -> str:
@@ -65,20 +75,22 @@ def nothing(shape: tuple[int, ...], axes: LogicalAxes) -> Mapping[str, Observed]
     return {}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(equation: str, x: Array, w: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation: str, barrier: bool, x: Array, w: Array) -> Array:
+    del barrier
     return jnp.einsum(equation, x, w.astype(x.dtype))
 
 
-def _product_backward(equation: str, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _product_backward(equation: str, barrier: bool, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     inputs, out = equation.split("->")
     first, second = inputs.split(",")
     dx = jnp.einsum(f"{out},{second}->{first}", dy, w.astype(x.dtype))
+    x, dy = jax.lax.optimization_barrier((x, dy)) if barrier else (x, dy)
     return dx, jnp.einsum(f"{first},{out}->{second}", x, dy, preferred_element_type=w.dtype)
 
 
-_product.defvjp(lambda equation, x, w: (_product(equation, x, w), (x, w)), _product_backward)
+_product.defvjp(lambda equation, barrier, x, w: (_product(equation, barrier, x, w), (x, w)), _product_backward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from megajax.kernels.grouped.matmul import code_products
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization.replace_matrices import demand_device
 from megajax.mesh.config import BATCH_AXES, TOKEN_AXES, ContextSharding, ParallelConfig, devices_over
-from megajax.mesh.layout import Layout
+from megajax.mesh.layout import Layout, exact, exact_on_cpus
 from megajax.mesh.sharding_rules import Plan, demand_known
 from megajax.mesh.zigzag_order import SequenceSharding
 from megajax.models.facts import ChoosesKernels, ModelSummary, summarize
@@ -354,8 +354,10 @@ def _layout(
     parallel: ParallelConfig, precision: PrecisionConfig, batch: BatchConfig, model: ModelConfig, mesh: Mesh
 ) -> Layout:
     tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * model.row_positions()
+    device = mesh.devices.flat[0]
     layout = Layout(
         Plan.of(parallel),
+        matmul=exact_on_cpus if device.platform == "cpu" else exact,
         gathered=precision.compute,
         reduced=precision.reduced_in(),
         rows=SequenceSharding.of(parallel, causal=model.ignores_later_positions()),
@@ -363,7 +365,6 @@ def _layout(
     )
     if precision.matmul is None:
         return layout
-    device = mesh.devices.flat[0]
     matmul = RoundedMatmul(
         recipe_of(precision.matmul, device, layout.token_weight, code_products(capability_of(device)))
     )

@@ -1,5 +1,7 @@
 """Shardings by logical axes: with a mesh, inside manual code and without either; and copies of key-value heads."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh.collectives import gather_shards, moved_axes, reduce_shards
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.layout import Layout
+from megajax.mesh.layout import Layout, exact, exact_on_cpus
 from megajax.mesh.mesh import build_mesh, free_axes, manual_axes
 from megajax.mesh.replicated_heads import copy_heads, sum_copies
 from megajax.mesh.sharding_rules import Plan
@@ -145,3 +147,16 @@ def test_gradients_of_copies_are_summed_explicitly_and_by_autodiff():
     assert summed.sharding.is_fully_replicated
     np.testing.assert_allclose(summed, expected, rtol=1e-6)
     assert sum_copies(COPIES, summed, HEADS, 2) is summed, "without a mesh"
+
+
+def test_a_barrier_on_cpus_leaves_gradients_as_they_are():
+    """Programs of `exact`, which GPUs run, have none."""
+
+    def loss(product, x, w):
+        return jnp.square(product("bsd,df->bsf", jax.nn.silu(x), w)).sum()
+
+    inputs = jnp.asarray(X / 100), jnp.linspace(-1.0, 1.0, 24).reshape(8, 3)
+    steps = [jax.jit(jax.grad(partial(loss, product), (0, 1))) for product in (exact, exact_on_cpus)]
+    assert [step.lower(*inputs).as_text().count("optimization_barrier") for step in steps] == [0, 1]
+    for plain, apart in zip(*(step(*inputs) for step in steps), strict=True):
+        np.testing.assert_array_equal(plain, apart)

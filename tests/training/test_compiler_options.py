@@ -14,6 +14,7 @@ from megajax.faults.watchdog import WatchdogConfig
 from megajax.job.notebook import prepare
 from megajax.machine.known_faults import NO_GRAPHS
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import exact, exact_on_cpus
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import Fp8CurrentConfig, PrecisionConfig
 from megajax.processes.xla_options import (
@@ -131,7 +132,9 @@ def test_options_are_chosen_inside_a_mesh_of_several_devices(platform, monkeypat
     )
     mesh = build_mesh(cfg.parallel, jax.devices())
     with jax.set_mesh(mesh):
-        actual = Program.of(cfg, mesh).options
+        program = Program.of(cfg, mesh)
+    actual = program.options
+    assert program.layout.matmul is (exact_on_cpus if platform == "cpu" else exact)
     graphs = {"gpu": {NO_GRAPHS.name: NO_GRAPHS.value}}.get(platform, {})  # of several GPUs in a process
     assert actual == compiler_options(*default_options(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False} | graphs
 
