@@ -21,12 +21,12 @@ def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | Non
     """Draw `metrics` (a metrics.jsonl) into `picture` (a PNG, 1600 x 900) -> a line for the terminal.
 
     The loss, or of reinforcement learning, whose losses say little, the reward. With `vocabulary`, the number V of
-    tokens, also draws ln V: the loss of a uniform guess, where an untrained model starts. Without matplotlib or any
-    step, the line tells why nothing was drawn.
+    tokens, also draws ln V: the loss of a uniform guess, where an untrained model starts. Without matplotlib or two
+    steps, the line tells why nothing was drawn.
     """
     steps, evaluations = read_metrics(metrics)
-    if not steps:
-        return f"{picture.name} not drawn: {metrics} has no steps"
+    if len(steps) < 2:  # matplotlib takes more than a second
+        return f"{picture.name} not drawn: {metrics} has {'one step' if steps else 'no steps'}, a curve takes two"
     rewards = [line for line in steps if line.get("reward") is not None]
     if rewards:
         steps, evaluations, vocabulary = [line | {"loss": line["reward"]} for line in rewards], [], None

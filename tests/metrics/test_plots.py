@@ -129,6 +129,7 @@ def test_evaluations_without_a_loss_are_not_drawn(tmp_path, step, monkeypatch):
     monkeypatch.setattr("megajax.metrics.plots.save_png", lambda draw, *_, **__: charts.append(draw.__self__))
     with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
         writer.log(step(1, 2.0))
+        writer.log(step(2, 1.9))
         writer.log(EvaluationRecord(step=1, split="race", loss=None, metrics={"accuracy": 0.5}))
         writer.log(EvaluationRecord(step=1, split="test", loss=2.5))
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
@@ -151,6 +152,8 @@ def test_the_reward_is_drawn_if_there_is_one(tmp_path, step, monkeypatch):
 def test_a_note_without_matplotlib_or_steps(tmp_path, monkeypatch, step):
     (tmp_path / "metrics.jsonl").write_text("")
     assert "has no steps" in plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
+    write_run(tmp_path / "metrics.jsonl", 1, step)
+    assert "has one step" in plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
     write_run(tmp_path / "metrics.jsonl", 2, step)
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
