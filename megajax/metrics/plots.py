@@ -25,7 +25,7 @@ def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | Non
     steps, the line tells why nothing was drawn.
     """
     steps, evaluations = read_metrics(metrics)
-    if len(steps) < 2:  # matplotlib takes more than a second
+    if len(steps) < 2:  # a point is no curve, and matplotlib takes 0.3 s
         return f"{picture.name} not drawn: {metrics} has {'one step' if steps else 'no steps'}, a curve takes two"
     rewards = [line for line in steps if line.get("reward") is not None]
     if rewards:
